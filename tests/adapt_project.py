@@ -76,7 +76,7 @@ class MyGPT(nn.Module):
 
 
 def write_project(folder: Path) -> None:
-    """The files of the project; each has a class MyGPT."""
+    """Write the project's files, most of which define a class MyGPT."""
     erf = GPT.replace(TANH, ERF)
     assert erf != GPT
     files = {
@@ -95,7 +95,7 @@ def write_project(folder: Path) -> None:
 
 
 def notebook(*cells: str) -> str:
-    """A notebook of code cells, as JSON."""
+    """Return a notebook of code cells, as JSON."""
     found = [
         {"cell_type": "code", "source": cell, "metadata": {}, "outputs": [], "execution_count": 1}
         for cell in cells
@@ -104,7 +104,7 @@ def notebook(*cells: str) -> str:
 
 
 def line_of(text: str, part: str) -> int:
-    """The number of the only line that contains this text."""
+    """Return the number of the only line that contains this text."""
     (number,) = (n for n, line in enumerate(text.splitlines(), 1) if part in line)
     return number
 

@@ -1,4 +1,4 @@
-"""Sharded checkpoints, and the expected contents of an open one."""
+"""Helpers that write sharded checkpoints and check the contents of an open one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from compat.checkpoint import Checkpoint
 from tests.conftest import State
 
 
-def holds(checkpoint: Checkpoint, state: State) -> None:
-    """Check that the checkpoint has exactly these tensors, bit by bit, and a tied head."""
+def check_contents(checkpoint: Checkpoint, state: State) -> None:
+    """Check that the checkpoint has exactly these tensors, bit for bit, and a tied head."""
     wanted = {"lm_head.weight": state["wte.weight"], **state}
     assert checkpoint.infos.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -22,7 +22,8 @@ def holds(checkpoint: Checkpoint, state: State) -> None:
         assert torch.equal(read, tensor), name
 
 
-def sharded(folder: Path, tiny: Path) -> Path:
+def save_sharded(folder: Path, tiny: Path) -> Path:
+    """Save the checkpoint in shards of at most 20 KB."""
     model = transformers.GPT2LMHeadModel.from_pretrained(tiny)
     model.save_pretrained(folder, max_shard_size="20KB")
     assert not (folder / "model.safetensors").exists()

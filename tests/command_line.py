@@ -1,4 +1,4 @@
-"""Run a command in this process, or a script in a fork of it."""
+"""Helpers that run a command in this process, or a script in a fork of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ subprocess_run = subprocess.run
 
 
 class Outcome(NamedTuple):
-    """The exit code and the output of a command."""
+    """The exit code and the output of a finished command."""
 
     code: int
     out: str
@@ -48,29 +48,29 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> Outcome:
 
 
 def script(name: str, *argv: object) -> subprocess.CompletedProcess[str]:
-    """Run scripts/NAME.py as a program, in a fork of this process; its output has to be UTF-8."""
+    """Run scripts/NAME.py as a program in a fork of this process; its output must be UTF-8."""
     env = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
-    return forked([str(ROOT / f"scripts/{name}.py"), *map(str, argv)], env)
+    return run_in_fork([str(ROOT / f"scripts/{name}.py"), *map(str, argv)], env)
 
 
-def forked(program: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_in_fork(program: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a Python file with arguments in a fork of this process."""
-    ended = Forked(as_program, program, "utf-8", env=env, of_tests=True).wait(300)
+    ended = Forked(run_as_program, program, "utf-8", env=env, of_tests=True).wait(300)
     return subprocess.CompletedProcess(program, ended.code, ended.out, ended.err)
 
 
-def run_forked(command: list[str], **how: Any) -> subprocess.CompletedProcess[Any]:
-    """Take the place of `subprocess.run`, and fork for the Python files that a script starts."""
+def run_forked(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+    """Replace `subprocess.run`: run Python files in a fork, and other programs as usual."""
     if command[0] != sys.executable:
-        return subprocess_run(command, **how)
-    done = forked(command[1:], how.get("env") or dict(os.environ))
-    if not how.get("capture_output"):
+        return subprocess_run(command, **options)
+    done = run_in_fork(command[1:], options.get("env") or dict(os.environ))
+    if not options.get("capture_output"):
         sys.stderr.write(done.stderr)
     return done
 
 
-def as_program(argv: list[str], encoding: str) -> None:
-    """Run a Python file as `python FILE ARGUMENT …` does, with output in an encoding."""
+def run_as_program(argv: list[str], encoding: str) -> None:
+    """Run a Python file as `python FILE ARGUMENT …` does, with output in this encoding."""
     sys.stdout = open(1, "w", encoding=encoding, errors="strict", closefd=False)
     sys.stderr = open(2, "w", encoding=encoding, errors="backslashreplace", closefd=False)
     sys.argv = argv

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# config.json of the hub's `gpt2`, unchanged.
+# The unchanged config.json of the hub's `gpt2`.
 HUB_GPT2: dict[str, Any] = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],
@@ -30,7 +30,7 @@ HUB_GPT2: dict[str, Any] = {
     "vocab_size": 50257,
 }
 
-# The notebooks' dictionary.
+# The configuration dictionary of the notebooks.
 NOTEBOOK: dict[str, Any] = {
     "vocab_size": 500,
     "context_length": 64,

@@ -1,4 +1,4 @@
-"""Checkpoints with noise on every parameter, and shared material where it is available."""
+"""Fixtures: small checkpoints with noise on every parameter, and the files of COMPAT_SHARED."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from compat.decoding import kernels
 from compat.parity.reference import Reference, SharedReference
 from tests.command_line import Cli, run
 
-# No verdict depends on how fast the machine is.
+# No result depends on the speed of the machine.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
@@ -48,7 +48,7 @@ TINY = {
 def noisy_reference(
     seed: int = 0, noise: float = 0.1, **config: Any
 ) -> transformers.GPT2LMHeadModel:
-    """A GPT-2 of transformers with noise on every parameter, including biases and norms."""
+    """Return a GPT-2 of transformers with noise on every parameter, including biases and norms."""
     torch.manual_seed(seed)
     fields = {"initializer_range": 0.2, **TINY, **config}
     model = transformers.GPT2LMHeadModel(
@@ -61,8 +61,8 @@ def noisy_reference(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _engines_leave_no_weights_and_draft_at_once() -> Iterator[None]:
-    """Engines do not cache weights, and use a draft model from the first token on."""
+def _engines_cache_no_weights_and_draft_at_once() -> Iterator[None]:
+    """Keep engines from caching weights, and let them use a draft model from the first token on."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMPAT_CACHE", "0")
         patch.setattr("compat.engine.PATIENCE", 0)
@@ -71,7 +71,7 @@ def _engines_leave_no_weights_and_draft_at_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """Make a folder as `transformers` saves it, with the arguments of `noisy_reference`."""
+    """A function that saves a `noisy_reference` with its arguments and returns the folder."""
 
     def make(seed: int = 0, noise: float = 0.1, **config: Any) -> Path:
         folder = tmp_path_factory.mktemp("checkpoint")
@@ -83,26 +83,26 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 
 @pytest.fixture(scope="session")
 def tiny(make_checkpoint: MakeCheckpoint) -> Path:
-    """A small noisy checkpoint, which tests must not change."""
+    """A small noisy checkpoint that tests must not change."""
     return make_checkpoint()
 
 
 @pytest.fixture(scope="session")
 def noisy(make_checkpoint: MakeCheckpoint) -> Path:
-    """A tiny noisy checkpoint for long texts; its stop id is 0."""
+    """A small noisy checkpoint with a context of 256 tokens; its stop id is 0."""
     return make_checkpoint(n_positions=256)
 
 
 @pytest.fixture
 def state(tiny: Path) -> State:
-    """The tensors of `tiny` without `transformer.` and without a head; tests may change them."""
+    """The tensors of `tiny` without `transformer.` and without a head, which tests may change."""
     stored = load_file(tiny / "model.safetensors")
     return {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
 
 
 @pytest.fixture
 def write(tmp_path: Path, tiny: Path) -> Write:
-    """Write a folder with the config of `tiny`: `write(state, file name, **config changes)`."""
+    """A function that writes tensors and a config: `write(state, file name, **config changes)`."""
 
     def write(tensors: State, name: str = "model.safetensors", **changes: Any) -> Path:
         path = tmp_path / name
@@ -119,7 +119,7 @@ def write(tmp_path: Path, tiny: Path) -> Write:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder with GPT-2's tokenizer files and checkpoints by others."""
+    """The folder with GPT-2's tokenizer files and with checkpoints by other authors."""
     if "COMPAT_SHARED" not in os.environ:
         pytest.skip("COMPAT_SHARED names no folder with data/gpt2-tokenizer and data/checkpoints")
     return Path(os.environ["COMPAT_SHARED"])
@@ -127,7 +127,7 @@ def shared() -> Path:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Run a command in this process: `cli("load", "--model", folder)`."""
+    """A function that runs a command in this process: `cli("load", "--model", folder)`."""
     for variable in ("FORCE_COLOR", "COLUMNS"):
         monkeypatch.delenv(variable, raising=False)
     return partial(run, capsys)
@@ -142,13 +142,13 @@ def _references() -> dict[tuple[object, ...], Reference]:
 def shared_reference(
     _references: dict[tuple[object, ...], Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`adapt` and `check_parity` use one reference for each checkpoint of the test module.
+    """Let `adapt` and `check_parity` share one reference for each checkpoint of the test module.
 
-    Only for tests in which nobody patches torch or transformers.
+    Only for tests that do not patch torch or transformers.
     """
 
     def reference(checkpoint: Checkpoint, dtype: torch.dtype, *rest: Any) -> Reference:
-        if dtype in HALF:  # `to_float32` changes it
+        if dtype in HALF:  # `to_float32` modifies the reference
             return Reference(checkpoint, dtype, *rest)
         key = str(checkpoint.weights), dtype, rest
         if key not in _references:
@@ -161,7 +161,7 @@ def shared_reference(
 
 @pytest.fixture(autouse=True)
 def _quiet_transformers() -> Iterator[None]:
-    """Disable progress bars in the output of the tests."""
+    """Disable the progress bars and the log messages of transformers."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     yield
@@ -171,7 +171,7 @@ def _quiet_transformers() -> Iterator[None]:
 def _kernels_are_not_measured(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Select the first kernel that works, whatever is measured or remembered on this machine."""
+    """Select the first working kernel, regardless of measurements and of the cached choice."""
     if request.module.__name__ != "tests.test_kernels":
 
         def first(precision: str, rows: int, working: dict[str, Any]) -> tuple[str, bool]:
@@ -179,14 +179,14 @@ def _kernels_are_not_measured(
 
         monkeypatch.setattr(kernels, "_measured", first)
         monkeypatch.setattr(kernels, "_read_memory", dict)
-        monkeypatch.setattr(kernels, "_chosen", {})  # tests of kernels leave choices here
+        monkeypatch.setattr(kernels, "_chosen", {})  # the tests of kernels fill it
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep the garbage collector from visiting the objects of torch and transformers each time.
+    """Keep the garbage collector from traversing the objects of torch and transformers.
 
-    Its collections take a tenth of the time of the tests otherwise.
+    Otherwise, its collections take a tenth of the time of the tests.
     """
     gc.disable()
     try:
@@ -208,10 +208,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """With COMPAT_SHARED set, as in CI, tests may skip only if a network or GPU is missing."""
+    """Let skipped tests fail if COMPAT_SHARED is set, unless they need a network or a GPU."""
     report = yield
     excused = item.get_closest_marker("network") or item.get_closest_marker("cuda")
     if report.skipped and "COMPAT_SHARED" in os.environ and not excused:
         report.outcome = "failed"
-        report.longrepr = f"skipped where nothing may skip: {report.longrepr}"
+        report.longrepr = f"skipped, although COMPAT_SHARED is set: {report.longrepr}"
     return report

@@ -25,7 +25,7 @@ NANO_GPT, TANH = {"activation_function": "gelu"}, {"activation_function": "gelu_
 
 
 def linear(state: State, prefix: str = "transformer.") -> State:
-    """The state in the layout of `nn.Linear`; the head has only the wrappers' prefixes."""
+    """Return the state in the layout of `nn.Linear`; the head gets only the outer prefixes."""
     outer = prefix.removesuffix("transformer.")
     transposed = {k: v.t().contiguous() if k.endswith(PROJECTIONS) else v for k, v in state.items()}
     return {(outer if k == "lm_head.weight" else prefix) + k: v for k, v in transposed.items()}

@@ -1,10 +1,10 @@
-"""Functions in forked processes: a new interpreter takes seconds to import torch and transformers.
+"""Functions that run in forked processes, because importing torch and transformers takes seconds.
 
-The process that is forked has imported torch and compat, but not transformers.
+The processes are forked from one that has imported torch and compat, but not transformers.
 
-What a module does when it is imported, and what Python reads from the environment when it starts,
-has to be tested in a new interpreter instead. `huggingface_hub`, which reads its settings when it
-is imported, is imported by no module here.
+Code that runs at import time, and environment variables that Python reads when it starts, must be
+tested in a new interpreter instead. No module here imports `huggingface_hub`, which reads its
+settings when it is imported.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["compat.loading", "compat.saving", "compat.tokenizer"])
 
 
-class Ended(NamedTuple):
-    """The exit code and the output of a process."""
+class FinishedProcess(NamedTuple):
+    """The exit code and the output of a finished process."""
 
     code: int
     out: str
@@ -30,11 +30,11 @@ class Ended(NamedTuple):
 
 
 class Forked:
-    """A process that runs `function(*args)`, with its output in files.
+    """A process that runs `function(*args)` and writes its output to files.
 
     Args:
-        env: the environment, instead of this process's.
-        of_tests: fork this process, with all that the tests have imported.
+        env: the environment of the process; by default, that of this process.
+        of_tests: fork this process, including all modules that the tests have imported.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Forked:
         self.process: Any = context.Process(target=_run, args=task)
         self.process.start()
 
-    def wait(self, seconds: float = 120, encoding: str = "utf-8") -> Ended:
-        """Wait until the process has ended. The exit code is negative if a signal ended it."""
+    def wait(self, seconds: float = 120, encoding: str = "utf-8") -> FinishedProcess:
+        """Wait until the process has ended. The exit code is negative if a signal terminated it."""
         self.process.join(seconds)
         out, err = ((self._folder / name).read_bytes().decode(encoding) for name in ("out", "err"))
         code = self.process.exitcode
         self.kill()
         assert code is not None, f"still running after {seconds:.0f} s: {err}"
-        return Ended(code, out, err)
+        return FinishedProcess(code, out, err)
 
     def kill(self) -> None:
         self.process.kill()

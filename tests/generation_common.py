@@ -1,4 +1,4 @@
-"""Helpers of the tests of generation: the models of both libraries, prompts and greedy ids."""
+"""Helpers of the generation tests: our and transformers' models, prompts and greedy decoding."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def ours(folder: Path, dialect: str = "linear") -> Model:
 
 @functools.cache
 def reference(folder: Path) -> transformers.GPT2LMHeadModel:
-    """The model of transformers without generation settings of its own, such as stop ids."""
+    """Return the model of transformers without its generation settings, such as stop ids."""
     model = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager")
     model.generation_config = GenerationConfig()
     return model.eval()
 
 
 def theirs(folder: Path, input_ids: Tensor, new: int, seed: int = 0, **settings: Any) -> Tensor:
-    """The ids that transformers generates: greedy, or sampled with the global generator."""
+    """Return the ids that transformers generates, greedily or with the global generator."""
     torch.manual_seed(seed)
     mask = settings.pop("attention_mask", torch.ones_like(input_ids))
     options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new, **settings}
@@ -50,5 +50,5 @@ def greedy(model: Model | PlainBlocks, input_ids: Tensor, new: int, **settings: 
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference, divided by that of the expected values."""
+    """Return the norm of the difference, divided by the norm of the expected values."""
     return float((found - expected).norm() / expected.norm())

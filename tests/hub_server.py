@@ -13,29 +13,29 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-LARGE = (".safetensors", ".bin", ".h5")  # stored as on the real hub: by SHA-256, "with LFS"
+LARGE = (".safetensors", ".bin", ".h5")  # stored with LFS, as on the real hub: by SHA-256
 REPO = r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)"
 INFO = re.compile(rf"/api/models/{REPO}/revision/(?P<revision>[^/]+)")
 TREE = re.compile(rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)")
 FILE = re.compile(rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
-# What can go wrong with a file. "once" goes away by itself; "listed …" are in the listing alone.
+# Faults of a file. "cut once" affects only one request; "listed …" only the listing.
 FILE_FAULTS = (
     "500",
-    "hang",  # not a word, not even to HEAD
-    "stall",  # half of the file, then nothing more
-    "silent",  # headers, but no bytes
-    "slow",  # in eight pieces, with pauses
-    "cut",  # half of the file, then the connection is closed; the rest cannot be had
+    "hang",  # no response, not even to HEAD
+    "stall",  # sends half of the file, then nothing more, but keeps the connection open
+    "silent",  # sends the headers, but no bytes
+    "slow",  # sends the file in eight pieces, with pauses
+    "cut",  # closes the connection after half of the file; the rest cannot be downloaded
     "cut once",
-    "wrong size",  # X-Linked-Size says more than there is
-    "flip",  # one bit, in the middle
-    "gone",  # 404, although it is listed
+    "wrong size",  # X-Linked-Size exceeds the real size
+    "flip",  # flips one bit in the middle
+    "gone",  # responds with 404, although the file is listed
     "no etag",
     "listed larger",
     "listed without hash",
 )
-# And with a repository, under the file name "".
+# Faults of a repository; they are set for the file name "".
 REPO_FAULTS = ("500", "hang", "gated", "bad token", "web page", "no commit", "push")
 
 
@@ -50,7 +50,7 @@ class File:
 
     @property
     def sha1(self) -> str:
-        """git's blob hash; for a large file, the real hub states that of its pointer file."""
+        """git's blob hash; the real hub states the hash of the pointer file for a large file."""
         data = b"pointer to " + self.sha256.encode() if self.large else self.data
         return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
@@ -92,14 +92,14 @@ class Request:
 
 
 class HubServer:
-    """A hub that serves `repos`; `with` starts and ends it, in threads of this process.
+    """A hub that serves `repos` from threads of this process while its `with` block runs.
 
     Attributes:
-        faults: (repository, file, or "" for the repository itself) → one of the words above.
-        tokens: repository → the token that must come with every request for it.
-        moved: old name → the name to which the hub redirects, as from `gpt2`.
-        log: all requests that were answered, or begun to be.
-        half_sent: set when a stalling file has been sent by half.
+        faults: (repository, file) → one of the faults above; the file is "" for the repository.
+        tokens: repository → the token that every request for it must contain.
+        moved: old name → the name to which the hub redirects, as it does for `gpt2`.
+        log: all requests to which the hub has started to respond.
+        half_sent: set when the hub has sent half of a stalling file.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class HubServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.closing.set()  # wakes those that hang
+        self.closing.set()  # ends the waiting of hanging requests
         self._server.shutdown()
         self._server.server_close()
 
@@ -129,14 +129,14 @@ class HubServer:
         return self.repos.setdefault(repo_id, Repo()).push(folder, ref)
 
     def fault(self, repo_id: str, file: str) -> str | None:
-        """The current fault of a file."""
+        """Return the current fault of a file."""
         with self.lock:
             fault = self.faults.get((repo_id, file))
             assert fault is None or fault in (FILE_FAULTS if file else REPO_FAULTS), fault
             return fault
 
-    def asked(self, repo_id: str) -> set[str]:
-        """The files of a repository that were downloaded, under any revision."""
+    def downloaded_files(self, repo_id: str) -> set[str]:
+        """Return the files of a repository that were downloaded, in any revision."""
         found = [FILE.fullmatch(r.path) for r in list(self.log) if r.method == "GET"]
         return {match["file"] for match in found if match and match["repo"] == repo_id}
 
@@ -147,7 +147,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors, because tests end and kill clients."""
+        """Ignore errors, because tests terminate clients."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing, because the hub has its own log."""
+        """Print nothing, because the hub keeps its own log."""
 
     def do_HEAD(self) -> None:
         self._serve()
@@ -240,7 +240,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(repo_id, name, _flipped(file.data) if fault == "flip" else file.data, headers)
 
     def _send(self, repo_id: str, name: str, data: bytes, headers: dict[str, str]) -> None:
-        """Send the requested range, as far as the fault allows."""
+        """Send the requested range, up to the point at which the fault occurs."""
         start, status = 0, 200
         if wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
             start, status = int(wanted[1]), 206
@@ -250,9 +250,9 @@ class _Handler(BaseHTTPRequestHandler):
             with self.hub.lock:
                 self.hub.faults.pop((repo_id, name), None)
         end = {"cut": 0.5, "cut once": 0.5, "stall": 0.5, "silent": 0.0}.get(fault or "", 1.0)
-        reach = data[start : int(len(data) * end)]
+        sent = data[start : int(len(data) * end)]
         self.close_connection = end < 1
-        self._reply(status, self._paced(reach, fault), headers, len(data) - start)
+        self._reply(status, self._paced(sent, fault), headers, len(data) - start)
         if fault in ("stall", "silent"):
             self.hub.half_sent.set()
             self.hub.closing.wait()
@@ -281,8 +281,10 @@ class _Handler(BaseHTTPRequestHandler):
         headers: dict[str, str],
         length: int | None = None,
     ) -> None:
-        """Headers, and the body unless only they were asked for; one shorter than its length ends
-        the connection."""
+        """Send the headers and, except for HEAD, the body.
+
+        A body that is shorter than its stated length ends the connection.
+        """
         self.hub.log.append(
             Request(
                 self.command,

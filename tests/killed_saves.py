@@ -1,9 +1,9 @@
-"""Kills saves at random moments, each in a separate process, and reads the folder.
+"""Kill saves at random moments, each in a separate process, and read the folder afterwards.
 
     python -m tests.killed_saves NUMBER SIGNAL FOLDER
 
-prints how often the old folder was found whole, how often the new one, and how often something lay
-beside it; anything else is an AssertionError.
+prints how often the folder held the complete old model, how often the complete new one, and how
+often temporary files remained next to it. Any other result is an AssertionError.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from compat.checkpoint import open_checkpoint
 from compat.checkpoint.layout import saved_name
 from compat.dialects import Model
 
-Whole = tuple[GPT2Config, dict[str, torch.Tensor]]
+SavedModel = tuple[GPT2Config, dict[str, torch.Tensor]]
 
 
 def models() -> list[Model]:
-    """Two models of 3.8 MB that differ in every tensor and in the config."""
+    """Return two models of 3.8 MB that differ in every tensor and in the config."""
     old, new = load_pretrained("demo"), load_pretrained("demo")
     new.config = replace(new.config, eos_token_id=7)
     with torch.no_grad():
@@ -38,12 +38,12 @@ def models() -> list[Model]:
     return [old, new]
 
 
-def whole(model: Model) -> Whole:
+def contents_of(model: Model) -> SavedModel:
     return model.config, to_hf_state_dict(model)
 
 
-def found(folder: Path) -> Whole:
-    """The config and the tensors that a reader finds in the folder."""
+def read_folder(folder: Path) -> SavedModel:
+    """Read the config and the tensors from the folder."""
     checkpoint = open_checkpoint(folder)
     assert checkpoint.notes == []
     assert (folder / "notes.txt").read_text() == "mine"
@@ -51,7 +51,7 @@ def found(folder: Path) -> Whole:
     return checkpoint.config, {saved_name(name): checkpoint.read(name) for name in names}
 
 
-def same(one: Whole, other: Whole) -> bool:
+def equal(one: SavedModel, other: SavedModel) -> bool:
     return (
         one[0] == other[0]
         and one[1].keys() == other[1].keys()
@@ -59,10 +59,10 @@ def same(one: Whole, other: Whole) -> bool:
     )
 
 
-def saving(model: Model, folder: Path) -> int:
-    """Save many shards in a separate process, which then waits for the signal."""
+def start_save(model: Model, folder: Path) -> int:
+    """Save many shards in a separate process, which then waits for the signal; return its id."""
     (folder.parent / "done").unlink(missing_ok=True)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Python's own part of a fork
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the fork has completed
     process = os.fork()
     if process:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -77,9 +77,9 @@ def saving(model: Model, folder: Path) -> int:
 
 
 def duration(model: Model, folder: Path) -> float:
-    """Seconds of a save that is not killed."""
+    """Return how many seconds a save takes that is not killed."""
     start = time.perf_counter()
-    process = saving(model, folder)
+    process = start_save(model, folder)
     wait_for_end(folder)
     seconds = time.perf_counter() - start
     os.kill(process, signal.SIGKILL)
@@ -94,29 +94,30 @@ def wait_for_end(folder: Path) -> None:
 
 def main(number: int, kind: signal.Signals, folder: Path) -> Counter[str]:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in some shells' background
-    (old, new), draw, counts = models(), random.Random(0), Counter[str]()
-    states = {"old": whole(old), "new": whole(new)}
+    # Some shells ignore SIGINT in background jobs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    (old, new), rng, counts = models(), random.Random(0), Counter[str]()
+    states = {"old": contents_of(old), "new": contents_of(new)}
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
-    save_pretrained(new, folder, tokenizer="demo")  # what is imported only now is not in the time
+    save_pretrained(new, folder, tokenizer="demo")  # imports what would distort the measured times
     seconds = min(duration(new, folder) for _ in range(3))
     for i in range(number):
         save_pretrained(old, folder, tokenizer="demo")
         assert {path.name for path in folder.parent.iterdir()} <= {folder.name, "done"}
-        process = saving(new, folder)
+        process = start_save(new, folder)
         if i < number - 3:
-            time.sleep(seconds * 1.5 * (i + draw.random()) / number)  # some in every part of a save
-        else:  # which all may have missed on a busy machine
+            time.sleep(seconds * 1.5 * (i + rng.random()) / number)  # covers all parts of a save
+        else:  # on a busy machine, all earlier signals may have come too early
             wait_for_end(folder)
         os.kill(process, kind)
         os.waitpid(process, 0)
-        left = found(folder)
-        which = [name for name, state in states.items() if same(left, state)]
-        assert len(which) == 1, f"neither, after {counts}"
-        beside = any(path.name.startswith(".") for path in folder.parent.iterdir())
-        assert kind == signal.SIGKILL or not beside, "Ctrl-C left a temporary"
-        counts.update([*which, *(["with a temporary"] if beside else [])])
+        left = read_folder(folder)
+        which = [name for name, state in states.items() if equal(left, state)]
+        assert len(which) == 1, f"the folder holds neither model, after {counts}"
+        has_temporary = any(path.name.startswith(".") for path in folder.parent.iterdir())
+        assert kind == signal.SIGKILL or not has_temporary, "Ctrl-C left temporary files"
+        counts.update([*which, *(["with a temporary"] if has_temporary else [])])
     save_pretrained(old, folder)
     assert {path.name for path in folder.parent.iterdir()} <= {folder.name, "done"}
     print(f"a save takes {seconds:.3f} s", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Helpers of the loading tests: reference checkpoints, inputs and bitwise equality."""
+"""Helpers of the loading tests: save references, inputs and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from tests.conftest import State
 both_dialects = pytest.mark.parametrize("dialect", DIALECTS)
 
 
-def identical(found: State, expected: State) -> None:
+def check_identical(found: State, expected: State) -> None:
+    """Check that both states have the same names, data types and bits."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
 
 
-def saved(folder: Path, model: transformers.GPT2LMHeadModel) -> Path:
+def save(folder: Path, model: transformers.GPT2LMHeadModel) -> Path:
     model.save_pretrained(folder)
     return folder
 

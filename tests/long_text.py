@@ -1,6 +1,6 @@
-"""How memory grows over 350 ids, in bytes.
+"""Measures how many bytes of memory a generation of 350 tokens allocates.
 
-For a process of its own, whose allocator has nothing left over from other tests.
+This runs in a separate process, whose allocator holds no memory that other tests have freed.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from compat.engine import Engine
 
 
 def memory() -> int:
-    """Resident, in bytes, after the allocator has returned what was freed to the system.
+    """Return the resident memory in bytes, after freed memory has been returned to the system.
 
-    How much it keeps depends on the sizes that were allocated before, and these on how many draft
-    tokens paid off, which is measured.
+    How much the allocator would keep depends on the sizes of earlier allocations, which depend on
+    the measured acceptance rate of the draft tokens.
     """
     CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def growth(engine: Engine, hoard: list[Tensor] | None) -> int:
-    """Generate and measure; with `hoard`, all logits are kept."""
+def growth(engine: Engine, kept: list[Tensor] | None) -> int:
+    """Generate, store all logits in `kept` if passed, and return by how many bytes memory grew."""
     decoder = engine.decoder()
     logits = decoder.start([[464]])
     before = 0
     for step in range(450):
         if step == 100:
             before = memory()
-        if hoard is not None:
-            hoard.append(logits.clone())
+        if kept is not None:
+            kept.append(logits.clone())
         logits = decoder.step(logits.argmax(-1))
     return memory() - before
 
 
-def main(source: Path, settings: dict[str, Any], how: str = "") -> None:
-    made = Engine.from_pretrained(source, **settings)
-    growth(made, None)  # what is allocated once
-    print(growth(made, [] if how == "hoard" else None))
+def main(source: Path, settings: dict[str, Any], mode: str = "") -> None:
+    engine = Engine.from_pretrained(source, **settings)
+    growth(engine, None)  # includes one-time allocations
+    print(growth(engine, [] if mode == "keep logits" else None))

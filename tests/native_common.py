@@ -1,4 +1,4 @@
-"""What the tests of native.c share: what they need of the machine, and transformers by kernels."""
+"""Helpers of the native.c tests: hardware requirements, and transformers built on each kernel."""
 
 from __future__ import annotations
 
@@ -49,13 +49,14 @@ def _name(value: Any) -> str:
 
 each_kernel = pytest.mark.parametrize(("dtype", "pack"), KERNELS, ids=_name)
 each_prompt_kernel = pytest.mark.parametrize(("dtype", "pack"), PROMPT_KERNELS, ids=_name)
-# Times the error of torch's products of the same precision, both against float64. In float32 both
-# round differently; a position that is off by one makes it a hundred thousand times as large.
-MORE = {"float32": 2, "bfloat16": 1.3, "int8": 1.3}
+# The largest error of the kernels, as a multiple of the error of torch's products of the same
+# precision, both against float64. In float32 both round differently; a position that is off
+# transformer_with one increases the error transformer_with a factor of a hundred thousand.
+ERROR_LIMIT = {"float32": 2, "bfloat16": 1.3, "int8": 1.3}
 
 
-def by(pack: Pack, folder: Path, dtype: str) -> Any:
-    """The transformer on products of this kind."""
+def transformer_with(pack: Pack, folder: Path, dtype: str) -> Any:
+    """Return the transformer with products of this kind."""
     checkpoint = open_checkpoint(folder)
     stored = getattr(torch, dtype) if dtype.startswith("float") else torch.bfloat16
     embedding = checkpoint.read("wte.weight").to(stored), checkpoint.read("wpe.weight").to(stored)
@@ -68,19 +69,20 @@ def by(pack: Pack, folder: Path, dtype: str) -> Any:
 
 
 def by_torch(folder: Path, dtype: str = "float32", int8: Pack = Int8TwoTerm) -> Transformer:
-    """The transformer on torch's products of the same precision, or of float64."""
-    transformer: Transformer = by(int8 if dtype == "int8" else Blas, folder, dtype)
+    """Return the transformer with torch's products of the same precision, or of float64."""
+    transformer: Transformer = transformer_with(int8 if dtype == "int8" else Blas, folder, dtype)
     return transformer
 
 
 def plant_outliers(folder: Path) -> dict[str, list[int]]:
     """Make a few inputs of three products hundreds of times as large as the others.
 
-    Those of the norms do not change what the model computes: their weights are as much smaller.
-    Two units of each MLP are shifted by 1,000 and scaled.
+    The inputs that come from norms do not change what the model computes, because their weights
+    shrink transformer_with the same factor. Two units of each MLP are shifted transformer_with
+    1,000 and scaled.
 
     Returns:
-        The indices of these inputs by the name of the weight.
+        The indices of these inputs for each weight, transformer_with name.
     """
     tensors, found = load_file(folder / "model.safetensors"), {}
     for name in [

@@ -1,4 +1,4 @@
-"""A GPT-2 that compat does not know, with names and a layout of its own, and the map for it."""
+"""A user's GPT-2 with its own names and layout, and the map for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MyBlock(nn.Module):
 
 
 class MyGPT2(nn.Module):
-    """A GPT-2 with its own names and layout: fused `query_key` beside `value`, no `config`."""
+    """A GPT-2 with its own names and layout: `query_key` is fused, `value` is not, no `config`."""
 
     def __init__(self, head: str | None = "tied") -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class MyGPT2(nn.Module):
         return self.head(x) if hasattr(self, "head") else x @ self.tokens.weight.t()
 
 
-class Cut:
-    """Fused q, k, v ↔ fused q, k beside v: an op of the user's own, for weights and biases."""
+class SplitValue:
+    """A user-defined op that splits fused q, k, v into fused q, k and a separate v."""
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
         q, k, v = tensor.t().chunk(3)
@@ -68,7 +68,7 @@ ROWS = [
         Row(f"h.{{i}}.{hf}.{kind}", tuple(f"stack.{{i}}.{name}.{kind}" for name in ours), op)
         for hf, ours, op in [
             ("ln_1", ["before_attention"], Same()),
-            ("attn.c_attn", ["query_key", "value"], Cut()),
+            ("attn.c_attn", ["query_key", "value"], SplitValue()),
             ("attn.c_proj", ["merge"], Transpose()),
             ("ln_2", ["before_mlp"], Same()),
             ("mlp.c_fc", ["wide"], Transpose()),
@@ -83,6 +83,6 @@ ROWS = [
 
 
 def my_map(*changed: Row, without: str = "") -> NameMap:
-    """The map of MyGPT2, without a row, or with some rows replaced or added."""
+    """Return the map of MyGPT2, without one row, or with some rows replaced or added."""
     rows = {row.hf: row for row in [*ROWS, *changed]}
     return NameMap(tuple(row for row in rows.values() if row.hf != without))

@@ -1,4 +1,4 @@
-"""Reports built by hand, an HTML parser, and a browser."""
+"""Hand-built reports, an HTML parser and a browser for the tests of HTML reports."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ EVIL = "\">'></title></style></pre><script>alert(1)</script><img src=x onerror='
 GOOD = Difference(1e-6, 2e-7, False, 1.0, 2e-7, 4e-7, True)
 EXACT = Difference(0.0, 0.0, True, 1.0, 2e-7, 4e-7, True)
 BAD = Difference(0.3, 8e-4, False, 2000.0, 8e-4, 4e-7, False)
-UNJUDGED = Difference(0.3, 8e-4, False, None, 8e-4, None, True)
+UNCALIBRATED = Difference(0.3, 8e-4, False, None, 8e-4, None, True)
 GOOD_LOGITS = LogitsProof([InputResult("a batch", (2, 8), GOOD)])
 VOID = {"meta"}
 
 
 def report_of(*found: Difference, n_layer: int = 3, **changes: Any) -> ParityReport:
-    """A report whose last taps are `found`, and whose other taps are in bounds."""
+    """Return a report whose last taps are `found` and whose other taps are within bounds."""
     names = tap_names(n_layer)
     every = [GOOD] * (len(names) - len(found)) + list(found)
     taps = [TapResult(name, d, d) for name, d in zip(names, every, strict=True)]
@@ -39,7 +39,7 @@ def report_of(*found: Difference, n_layer: int = 3, **changes: Any) -> ParityRep
 
 
 def failing_report(checkpoint: Path) -> ParityReport:
-    """The report of a model whose second block uses the exact GELU."""
+    """Return the report of a model whose second block uses the exact GELU."""
     model = load_pretrained(checkpoint)
     MISTAKES["erf_gelu"][1](model)
     return check_parity(model.eval(), checkpoint)
@@ -55,7 +55,7 @@ def adaptation(report: ParityReport | None, *found: Finding, **changes: Any) -> 
 
 
 def evil_page() -> str:
-    """A page with hostile text in every field that can contain text."""
+    """Return a page with hostile text in every field that can contain text."""
     report = report_of(BAD, source=EVIL, model_name=EVIL, dtype=EVIL, versions={EVIL: EVIL})
     taps = [TapResult(f"h.0.{EVIL}", BAD, BAD), TapResult(EVIL, BAD, BAD), *report.taps]
     rows = NameMap((Row(f"h.{{i}}.{EVIL}", (EVIL, EVIL), Same()),))
@@ -65,7 +65,7 @@ def evil_page() -> str:
 
 
 class Document(HTMLParser):
-    """The elements of a page, each of which has to be closed in the right order."""
+    """The elements of a page; every element must be closed, in the right order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -111,18 +111,18 @@ class Browser:
         assert done.returncode == 0, done.stderr.decode(errors="replace")
         return done.stdout.decode()
 
-    def ask(self, page: str, script: str, width: int = 1200) -> Any:
-        """The value that a script returns for a page in a frame of this width."""
+    def evaluate(self, page: str, script: str, width: int = 1200) -> Any:
+        """Return the value that a script computes on a page in a frame of this width."""
         answer = f"JSON.stringify((document => {{{script}}})(it.contentDocument))"
         frame = f'<iframe id="it" width="{width}" height="900" src="{page}"></iframe>'
         load = f"onload = () => {{ found.textContent = {answer} }}"
-        name = self.write("ask.html", f'{frame}<pre id="found"></pre><script>{load}</script>')
+        name = self.write("evaluate.html", f'{frame}<pre id="found"></pre><script>{load}</script>')
         found = re.search(r'<pre id="found">(.*?)</pre>', self._run(name, "--dump-dom"), re.S)
         assert found is not None
         return json.loads(html.unescape(found[1]))
 
-    def photograph(self, page: str, dark: bool, width: int) -> bytes:
-        """Take a PNG of the top of a page, in a frame because windows have a minimum width."""
+    def screenshot(self, page: str, dark: bool, width: int) -> bytes:
+        """Return a PNG of the top of a page, in a frame because windows have a minimum width."""
         look = "<style>body { margin: 0 } iframe { border: 0 }</style>"
         look += '<meta name="color-scheme" content="light dark">'
         frame = f'{look}<iframe width="{width}" height="900" src="{page}"></iframe>'

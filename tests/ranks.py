@@ -1,8 +1,8 @@
-"""Groups of processes on this machine that check something together, and report by name.
+"""Groups of processes on this machine that run checks together and report the results by name.
 
-A module of checks registers functions with `@check`. `run_ranks` starts the processes, all of which
-run all checks in order, and returns the tracebacks of those that failed. So one group of processes,
-which takes seconds to start, serves many tests.
+A module of checks registers functions with `@check`. `run_ranks` starts the processes, each of
+which runs all checks in order, and returns the tracebacks of the checks that failed. One group of
+processes, which takes seconds to start, thus serves many tests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Outcomes = dict[str, str | None]  # the traceback of each check; None if it pass
 
 @dataclass
 class Ranks:
-    """What a check gets: its rank among `size`, and a folder with what the test prepared."""
+    """The argument of a check: the rank, the group's size, and a folder that the test prepared."""
 
     rank: int
     size: int
@@ -39,13 +39,13 @@ Check = Callable[[Ranks], None]
 
 
 def run_ranks(module: str, size: int, folder: Path, timeout: float = 240) -> Outcomes:
-    """Run the checks `CHECKS` of a module in `size` processes that are connected by gloo.
+    """Run the checks `CHECKS` of a module in `size` processes that gloo connects.
 
     Args:
         module: the name of the module, which has a dictionary `CHECKS` of functions.
         size: number of processes.
-        folder: an empty one, or with files for the checks. The processes find each other by a file
-            there, so that no port is fixed.
+        folder: an empty folder, or one with files for the checks. The processes find each other by
+            a file in it, so that no fixed port is needed.
         timeout: seconds after which the processes are killed.
     """
     context = CONTEXT
@@ -59,7 +59,7 @@ def run_ranks(module: str, size: int, folder: Path, timeout: float = 240) -> Out
     while waiting and (left := end - monotonic()) > 0:
         done = wait(waiting, left)
         waiting = [sentinel for sentinel in waiting if sentinel not in done]
-        if any(process.exitcode for process in processes):  # the others would wait for it
+        if any(process.exitcode for process in processes):  # the others would wait for it forever
             end = min(end, monotonic() + 10)
     for process in processes:
         process.kill()

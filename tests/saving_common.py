@@ -1,4 +1,4 @@
-"""Helpers of the saving tests: open an export in transformers without warnings."""
+"""Helpers of the saving tests that read an export, also with transformers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.conftest import State
 
 
-def stored(folder: Path) -> State:
-    """All tensors of a folder's model.safetensors or its shards, under the names in the files."""
+def stored_tensors(folder: Path) -> State:
+    """Return all tensors of a folder's model.safetensors or shards, with the names in the files."""
     state: State = {}
     for pattern in ("model.safetensors", "model-?????-of-?????.safetensors"):
         for path in sorted(folder.glob(pattern)):
@@ -25,15 +25,15 @@ def stored(folder: Path) -> State:
 
 
 @contextmanager
-def silence() -> Iterator[None]:
-    """Check that transformers logs no warnings; other warnings are errors in all tests."""
+def no_warnings() -> Iterator[None]:
+    """Check that transformers logs no warnings; other warnings are errors in all tests anyway."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = transformers.utils.logging.get_logger("transformers")
     level = logger.level
     logger.setLevel(logging.WARNING)
-    transformers.utils.logging.warning_once.cache_clear()  # earlier warnings are logged again
+    transformers.utils.logging.warning_once.cache_clear()  # to log earlier warnings again
     logger.addHandler(handler)
     try:
         yield
@@ -43,9 +43,9 @@ def silence() -> Iterator[None]:
     assert messages == []
 
 
-def in_transformers(folder: Path) -> transformers.GPT2LMHeadModel:
-    """The folder, opened by transformers with its defaults and without warnings."""
-    with silence():
+def open_in_transformers(folder: Path) -> transformers.GPT2LMHeadModel:
+    """Open the folder in transformers with its defaults, and check that it logs no warnings."""
+    with no_warnings():
         model = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager")
     return model.eval()
 

@@ -1,4 +1,4 @@
-"""Checks of four processes: tensor parallelism and FSDP2 combined."""
+"""Checks for four processes: tensor parallelism combined with FSDP2."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def check(function: Check) -> Check:
 
 
 @check
-def two_dimensions(ranks: Ranks) -> None:
-    """Two pairs, each of which has a model in two shares, which the pairs divide again."""
+def tensor_parallelism_combines_with_fsdp(ranks: Ranks) -> None:
+    """Two pairs of processes: tensor parallelism within a pair, FSDP2 across the pairs."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tensor"))
     for name, kind in [("conv1d", DIALECTS["conv1d"])]:
         one = load_pretrained(ranks.folder / "tiny", name)
@@ -40,7 +40,7 @@ def two_dimensions(ranks: Ranks) -> None:
         load_into(many, kind.name_map, ranks.folder / "tiny")
         held = sum(p.to_local().numel() for p in many.parameters())  # type: ignore[operator]
         assert held < 0.35 * sum(p.numel() for p in one.parameters())
-        mine = IDS[2 * mesh["fsdp"].get_local_rank() :][:2]  # each pair has half of the batch
+        mine = IDS[2 * mesh["fsdp"].get_local_rank() :][:2]  # each pair processes half of the batch
         assert (many(mine) - one(mine)).abs().max() < 1e-5
         for model, ids in ((one, IDS), (many, mine)):
             F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()

@@ -1,4 +1,4 @@
-"""Checks of two processes: tensor parallelism and FSDP2. See tests/test_sharding.py."""
+"""Checks for two processes: tensor parallelism and FSDP2. See tests/test_sharding.py."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def pair() -> DeviceMesh:
     return init_device_mesh("cpu", (2,))
 
 
-def divided(ranks: Ranks, dialect: str = "linear") -> nn.Module:
+def tensor_parallel(ranks: Ranks, dialect: str = "linear") -> nn.Module:
     return load_pretrained(ranks.folder / "tiny", dialect, mesh=pair())
 
 
 def fsdp(ranks: Ranks, dialect: str = "linear") -> nn.Module:
-    """A model that is sharded on the meta device, and then loaded."""
+    """Return a model that is sharded on the meta device and then loaded."""
     return load_pretrained(ranks.folder / "tiny", dialect, mesh=pair(), parallel="fsdp")
 
 
-def own(ranks: Ranks) -> nn.Module:
+def users_model(ranks: Ranks) -> nn.Module:
     model = MyGPT2()
     distribute(model, my_map(), pair())
     load_into(model, my_map(), ranks.folder / "tiny")
@@ -84,12 +84,12 @@ OWN_TAPS = (
     Tap("logits", "head"),
 )
 
-# Models whose hidden states the test compares with the reference's.
+# Models whose hidden states the test compares with those of the reference.
 
 
 def broken(change: Callable[[nn.Module, int], None], dialect: str) -> Callable[[Ranks], nn.Module]:
     def make(ranks: Ranks) -> nn.Module:
-        model = divided(ranks, dialect)
+        model = tensor_parallel(ranks, dialect)
         change(model, ranks.rank)
         return model
 
@@ -97,14 +97,14 @@ def broken(change: Callable[[nn.Module, int], None], dialect: str) -> Callable[[
 
 
 def wrong_split_factor(model: nn.Module, rank: int) -> None:
-    """Each rank holds one half of the columns, but counts them as halves of q, of k and of v."""
+    """Each rank holds half of the columns, but treats them as halves of q, of k and of v."""
     layer = model.get_submodule("h.1.attn.c_attn")
     half = layer.weight.full_tensor().detach().chunk(2, dim=1)[rank].contiguous()
     share = DTensor.from_local(half, layer.weight.device_mesh, layer.weight.placements)
     layer.weight = nn.Parameter(share)
 
 
-def heads_are_not_whole(model: nn.Module, rank: int) -> None:
+def heads_are_split(model: nn.Module, rank: int) -> None:
     """Each rank holds every second feature of the queries."""
     layer = model.get_submodule("trf_blocks.1.attention.W_query")
     every = layer.weight.full_tensor().detach()
@@ -120,21 +120,24 @@ def bias_on_every_rank(model: nn.Module, rank: int) -> None:
 
 
 MODELS: dict[str, tuple[Callable[[Ranks], nn.Module], tuple[Tap, ...]]] = {
-    "tensor parallel, linear": (divided, DIALECTS["linear"].taps),
-    "tensor parallel, conv1d": (lambda ranks: divided(ranks, "conv1d"), DIALECTS["conv1d"].taps),
-    "tensor parallel, a model of one's own": (own, OWN_TAPS),
+    "tensor parallel, linear": (tensor_parallel, DIALECTS["linear"].taps),
+    "tensor parallel, conv1d": (
+        lambda ranks: tensor_parallel(ranks, "conv1d"),
+        DIALECTS["conv1d"].taps,
+    ),
+    "tensor parallel, user's model": (users_model, OWN_TAPS),
     "FSDP2, linear": (fsdp, DIALECTS["linear"].taps),
     "FSDP2, conv1d": (lambda ranks: fsdp(ranks, "conv1d"), DIALECTS["conv1d"].taps),
 }
 BROKEN: dict[str, tuple[Callable[[Ranks], nn.Module], tuple[Tap, ...]]] = {
     "wrong split factor": (broken(wrong_split_factor, "conv1d"), DIALECTS["conv1d"].taps),
-    "heads are not whole": (broken(heads_are_not_whole, "linear"), DIALECTS["linear"].taps),
+    "heads are split": (broken(heads_are_split, "linear"), DIALECTS["linear"].taps),
     "bias on every rank": (broken(bias_on_every_rank, "linear"), DIALECTS["linear"].taps),
 }
 
 
 @check
-def every_model_is_traced(ranks: Ranks) -> None:
+def every_model_can_be_traced(ranks: Ranks) -> None:
     expected = torch.load(ranks.folder / "expected.pt")
     for name, (make, taps) in {**MODELS, **BROKEN}.items():
         model = make(ranks)
@@ -144,8 +147,8 @@ def every_model_is_traced(ranks: Ranks) -> None:
 
 
 @check
-def a_divided_model_is_patched(ranks: Ranks) -> None:
-    """Hidden states and gradients after a patch are those of one process."""
+def a_sharded_model_can_be_patched(ranks: Ranks) -> None:
+    """Hidden states and gradients after a patch equal those of a single process."""
 
     def logits_and_gradient(model: nn.Module) -> tuple[Tensor, Tensor]:
         states = trace(
@@ -157,25 +160,25 @@ def a_divided_model_is_patched(ranks: Ranks) -> None:
     one = load_pretrained(ranks.folder / "tiny")
     logits, gradient = logits_and_gradient(one)
     assert (logits - one(IDS)).abs().max() > 0.1  # the patch changes them
-    for many in (divided(ranks), fsdp(ranks)):
+    for many in (tensor_parallel(ranks), fsdp(ranks)):
         found, its_gradient = logits_and_gradient(many)
         assert (found - logits).abs().max() < 1e-5
         assert (its_gradient - gradient).norm() < 1e-4 * gradient.norm()
 
 
 @check
-def the_tie_survives(ranks: Ranks) -> None:
+def tied_embeddings_stay_tied(ranks: Ranks) -> None:
     for dialect, head, embedding in (
         ("linear", "out_head.weight", "tok_emb.weight"),
         ("conv1d", "lm_head.weight", "wte.weight"),
     ):
-        model = divided(ranks, dialect)
+        model = tensor_parallel(ranks, dialect)
         assert model.get_parameter(head) is model.get_parameter(embedding)
 
 
 @check
-def each_rank_holds_half(ranks: Ranks) -> None:
-    for model in (divided(ranks), divided(ranks, "conv1d"), fsdp(ranks)):
+def each_rank_holds_half_of_the_weights(ranks: Ranks) -> None:
+    for model in (tensor_parallel(ranks), tensor_parallel(ranks, "conv1d"), fsdp(ranks)):
         matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "pos" not in name]
         held = [p.to_local().numel() / p.numel() for p in matrices if p.shape[0] != 32]
         assert all(0.48 < part < 0.52 for part in held), held
@@ -183,7 +186,7 @@ def each_rank_holds_half(ranks: Ranks) -> None:
 
 @contextmanager
 def peak_anonymous_memory() -> Iterator[list[int]]:
-    """The most bytes that the block needs beyond those that the process has, in a list."""
+    """Yield a list with the peak of the memory, in bytes, that the block allocates additionally."""
 
     def anonymous() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -204,27 +207,27 @@ def peak_anonymous_memory() -> Iterator[list[int]]:
 
 
 @check
-def loading_needs_little_more_than_the_share(ranks: Ranks) -> None:
-    """At most 0.65 of the weights on each of two ranks, without memory-mapped files."""
+def loading_allocates_little_more_than_the_shard(ranks: Ranks) -> None:
+    """Each of two ranks allocates at most 0.65 of the weights, without memory-mapped files."""
     parallel: tuple[Literal["tensor", "fsdp"], ...] = ("tensor", "fsdp")
     with peak_anonymous_memory() as peak:
         model = load_pretrained(ranks.folder / "large", mmap=False)
     assert peak[0] > 0.95 * sum(p.nbytes for p in model.parameters())
     del model
-    for dialect, way, mmap in product(DIALECTS, parallel, (True, False)):
+    for dialect, mode, mmap in product(DIALECTS, parallel, (True, False)):
         with peak_anonymous_memory() as peak:
             model = load_pretrained(
-                ranks.folder / "large", dialect, mmap=mmap, mesh=pair(), parallel=way
+                ranks.folder / "large", dialect, mmap=mmap, mesh=pair(), parallel=mode
             )
         share = peak[0] / sum(p.nbytes for p in model.parameters())
-        assert (mmap or share > 0.45) and share < 0.65, (dialect, way, mmap, share)
+        assert (mmap or share > 0.45) and share < 0.65, (dialect, mode, mmap, share)
         del model
 
 
 @check
-def gradients_are_those_of_one_process(ranks: Ranks) -> None:
+def gradients_equal_those_of_one_process(ranks: Ranks) -> None:
     for dialect in DIALECTS:
-        one, many = load_pretrained(ranks.folder / "tiny", dialect), divided(ranks, dialect)
+        one, many = load_pretrained(ranks.folder / "tiny", dialect), tensor_parallel(ranks, dialect)
         for model in (one, many):
             F.cross_entropy(model(IDS[:, :-1]).flatten(0, 1), IDS[:, 1:].flatten()).backward()
         for (name, p), q in zip(many.named_parameters(), one.parameters(), strict=True):
@@ -234,7 +237,7 @@ def gradients_are_those_of_one_process(ranks: Ranks) -> None:
 
 
 @check
-def generation_is_that_of_one_process(ranks: Ranks) -> None:
+def generated_ids_equal_those_of_one_process(ranks: Ranks) -> None:
     ids, mask = left_pad([[5, 17, 60], [9]])
     for dialect, temperature in (("linear", 0.0), ("conv1d", 1.0)):
         one = PlainBlocks(load_pretrained(ranks.folder / "tiny", dialect))
@@ -243,23 +246,27 @@ def generation_is_that_of_one_process(ranks: Ranks) -> None:
                 model, ids, attention_mask=mask, max_new_tokens=3, temperature=temperature,
                 generator=torch.Generator().manual_seed(3), stop_ids=(),
             )
-            for model in (one, divided(ranks, dialect))
+            for model in (one, tensor_parallel(ranks, dialect))
         ]  # fmt: skip
         assert torch.equal(*found), dialect
 
 
 @check
-def different_tokens_are_an_error(ranks: Ranks) -> None:
+def different_tokens_on_the_ranks_raise_an_error(ranks: Ranks) -> None:
     """Each rank samples with its own generator."""
     generator = torch.Generator().manual_seed(ranks.rank)
     with pytest.raises(GenerationError, match=r"ranks .* different tokens"):
-        generate(divided(ranks), IDS, max_new_tokens=5, generator=generator, stop_ids=())
+        generate(tensor_parallel(ranks), IDS, max_new_tokens=5, generator=generator, stop_ids=())
 
 
 @check
-def saved_files_are_the_source(ranks: Ranks) -> None:
+def saved_tensors_equal_the_source(ranks: Ranks) -> None:
     source = load_hf(ranks.folder / "tiny")
-    models = {"linear": divided(ranks), "conv1d": divided(ranks, "conv1d"), "fsdp": fsdp(ranks)}
+    models = {
+        "linear": tensor_parallel(ranks),
+        "conv1d": tensor_parallel(ranks, "conv1d"),
+        "fsdp": fsdp(ranks),
+    }
     for name, model in models.items():
         files = save_pretrained(model, ranks.folder / "saved" / name, max_shard_size="20KB")
         torch.distributed.barrier()
@@ -267,7 +274,7 @@ def saved_files_are_the_source(ranks: Ranks) -> None:
         saved = load_hf(ranks.folder / "saved" / name)
         assert saved.keys() == source.keys()
         assert all(torch.equal(saved[key], value) for key, value in source.items()), name
-    mine = to_hf_state_dict(own(ranks), my_map())
+    mine = to_hf_state_dict(users_model(ranks), my_map())
     assert all(torch.equal(mine[key], value) for key, value in source.items())
 
 
@@ -276,31 +283,31 @@ def load_hf(folder: Path) -> dict[str, Tensor]:
 
 
 @check
-def an_engine_takes_a_divided_model(ranks: Ranks) -> None:
-    engine = Engine(divided(ranks))
+def an_engine_accepts_a_sharded_model(ranks: Ranks) -> None:
+    engine = Engine(tensor_parallel(ranks))
     expected = Engine(load_pretrained(ranks.folder / "tiny"))
     assert torch.equal(engine.score(IDS), expected.score(IDS))
 
 
 @check
-def an_error_of_the_writer_is_one_of_all(ranks: Ranks) -> None:
+def an_error_of_the_writing_rank_is_raised_on_all_ranks(ranks: Ranks) -> None:
     path = ranks.folder / "a file"
     path.touch()
     torch.distributed.barrier()
     with pytest.raises(CheckpointError, match="is a file"):
-        save_pretrained(divided(ranks), path)
+        save_pretrained(tensor_parallel(ranks), path)
 
 
 @check
-def weights_that_are_not_finite_are_an_error_of_all(ranks: Ranks) -> None:
-    """The value is in the last row of the vocabulary, which the first rank does not read."""
+def non_finite_weights_raise_an_error_on_all_ranks(ranks: Ranks) -> None:
+    """The NaN is in the last row of the vocabulary, which the first rank does not read."""
     with pytest.raises(CheckpointError, match=r"wte.weight has 1 NaN"):
         load_pretrained(ranks.folder / "nan", mesh=pair())
 
 
 @check
-def a_divided_model_is_loaded_in_place(ranks: Ranks) -> None:
-    model = divided(ranks)
+def a_sharded_model_is_loaded_in_place(ranks: Ranks) -> None:
+    model = tensor_parallel(ranks)
     before = list(model.parameters())
     load_into(model, DIALECTS["linear"].name_map, ranks.folder / "other")
     expected = load_pretrained(ranks.folder / "other")
@@ -311,15 +318,15 @@ def a_divided_model_is_loaded_in_place(ranks: Ranks) -> None:
 
 
 @check
-def heads_that_cannot_be_divided_are_an_error(ranks: Ranks) -> None:
+def an_indivisible_number_of_heads_raises_an_error(ranks: Ranks) -> None:
     with pytest.raises(ConfigError, match=r"n_head is 3, .* 2 ranks"):
         load_pretrained(ranks.folder / "three heads", mesh=pair())
 
 
 class Stage(nn.Module):
-    """Consecutive blocks, after the embeddings on the first rank, and before the head on the last.
+    """Consecutive blocks, with the embeddings on the first rank and the head on the last one.
 
-    A rank needs `load_block` alone if it is neither the first nor the last one.
+    A rank that is neither the first nor the last needs only `load_block`.
     """
 
     def __init__(self, folder: Path, layers: range, first: bool, last: bool) -> None:
@@ -337,7 +344,7 @@ class Stage(nn.Module):
 
 
 @check
-def a_pipeline_computes_the_logits(ranks: Ranks) -> None:
+def a_pipeline_computes_the_same_logits(ranks: Ranks) -> None:
     folder, first = ranks.folder / "tiny", ranks.rank == 0
     module = Stage(folder, range(2) if first else range(2, 3), first, not first).eval()
     stage = PipelineStage(module, ranks.rank, ranks.size, torch.device("cpu"))
@@ -349,16 +356,16 @@ def a_pipeline_computes_the_logits(ranks: Ranks) -> None:
 
 
 @check
-def dropout_is_an_error(ranks: Ranks) -> None:
+def active_dropout_raises_an_error(ranks: Ranks) -> None:
     with pytest.raises(ConfigError, match="dropout is active"):
-        divided(ranks).train()(IDS)
+        tensor_parallel(ranks).train()(IDS)
 
 
 @check
-def training_is_that_of_one_process(ranks: Ranks) -> None:
-    """FSDP2: each rank has half of the batch, and the mean of both gradients is the batch's.
+def training_equals_that_of_one_process(ranks: Ranks) -> None:
+    """FSDP2: each rank has half of the batch, and the mean of both gradients is that of the batch.
 
-    In float64, since AdamW divides a gradient by its size, however small it is beside rounding.
+    In float64, because AdamW normalizes gradients by their size, which amplifies rounding errors.
     """
     folder, float64 = ranks.folder / "tiny", torch.float64
     one = load_pretrained(folder, dtype=float64)
@@ -383,7 +390,7 @@ def training_is_that_of_one_process(ranks: Ranks) -> None:
     assert losses[0][-1] < 0.95 * losses[0][0]
     trained, ours = to_hf_state_dict(one), to_hf_state_dict(many)
     for name, value in trained.items():
-        if name.endswith("c_attn.bias"):  # the gradient of the key's bias is rounding
+        if name.endswith("c_attn.bias"):  # the gradient of the key's bias is only rounding error
             keep = torch.arange(72) // 24 != 1
         else:
             keep = torch.ones_like(value, dtype=torch.bool)
@@ -392,8 +399,10 @@ def training_is_that_of_one_process(ranks: Ranks) -> None:
         assert error < 1e-5 * update, (name, error, update)
 
 
-def as_torchrun(ranks: Ranks, main: Callable[[], object], argv: list[str]) -> tuple[object, str]:
-    """Run a program as torchrun does; its exit code, and what it prints on stdout."""
+def run_as_torchrun(
+    ranks: Ranks, main: Callable[[], object], argv: list[str]
+) -> tuple[object, str]:
+    """Run a program as torchrun does, and return its exit code and what it prints on stdout."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_RUN_ID", "test")
@@ -409,7 +418,7 @@ def as_torchrun(ranks: Ranks, main: Callable[[], object], argv: list[str]) -> tu
 
 
 @check
-def what_fsdp_gathers_is_not_state(ranks: Ranks) -> None:
+def gathered_fsdp_parameters_do_not_count_as_state(ranks: Ranks) -> None:
     model = fsdp(ranks)
     before = state_digests(model)
     with torch.no_grad():
@@ -418,9 +427,9 @@ def what_fsdp_gathers_is_not_state(ranks: Ranks) -> None:
 
 
 @check
-def the_command_proves_a_divided_model(ranks: Ranks) -> None:
+def the_parity_command_supports_sharded_models(ranks: Ranks) -> None:
     argv = ["parity", str(ranks.folder / "tiny"), "--parallel", "fsdp", "--quiet"]
-    code, printed = as_torchrun(ranks, lambda: main(argv), argv)
+    code, printed = run_as_torchrun(ranks, lambda: main(argv), argv)
     assert code in (0, None)
     assert ("linear computes what transformers computes" in printed) == (ranks.rank == 0)
 
@@ -432,7 +441,7 @@ def finetuning_writes_a_checkpoint_and_resumes(ranks: Ranks) -> None:
     argv = ["", str(corpus), "--model", "demo", "--out", str(out), "--parallel", "fsdp"]
     argv += ["--length", "16", "--batch", "4", "--every", "2"]
     for more in (["--steps", "2"], ["--steps", "4", "--resume"]):
-        code, printed = as_torchrun(ranks, finetune.main, [*argv, *more])
+        code, printed = run_as_torchrun(ranks, finetune.main, [*argv, *more])
         assert code == 0 and (printed != "") == (ranks.rank == 0)
     torch.distributed.barrier()
     losses = torch.load(out / "finetune.pt", weights_only=True)["losses"]

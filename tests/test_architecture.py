@@ -47,14 +47,14 @@ OWNERS = {
 
 
 def part_of(path: Path) -> str:
-    """ "parity" for parity/trace.py, "config" for config.py."""
+    """Return the part of compat, such as `parity` for parity/trace.py or `config` for config.py."""
     relative = path.relative_to(ROOT)
     return relative.parts[0].removesuffix(".py")
 
 
 @cache
 def imported(path: Path) -> set[str]:
-    """The dotted names of all modules that a file imports, anywhere in it."""
+    """Return the dotted names of all modules that a file imports, anywhere in it."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -34,13 +34,13 @@ def kind(value: object) -> str:
 
 @pytest.mark.parametrize("value", WRONG, ids=kind)
 @pytest.mark.parametrize("name", ["device", "dtype", "speculate", "max_batch"])
-def test_settings_of_an_engine(tiny: Path, name: str, value: Any) -> None:
+def test_engine_settings_of_a_wrong_type_are_refused(tiny: Path, name: str, value: Any) -> None:
     with pytest.raises(CompatError, match=f"{name} is"):
         Engine.from_pretrained(tiny, **{name: value})
 
 
 @pytest.mark.parametrize("value", [v for v in WRONG if not isinstance(v, int)], ids=kind)
-def test_number_of_heads(tiny: Path, value: Any) -> None:
+def test_a_number_of_heads_of_a_wrong_type_is_refused(tiny: Path, value: Any) -> None:
     with pytest.raises(CompatError, match="n_head is"):
         load_pretrained(tiny, n_head=value)
     assert "n_head is" in str(inspect_checkpoint(tiny, n_head=value).error)
@@ -63,7 +63,9 @@ def test_number_of_heads(tiny: Path, value: Any) -> None:
         "an array for use_cache",
     ],
 )
-def test_settings_of_generation(tiny: Path, settings: dict[str, Any]) -> None:
+def test_unusual_generation_settings_work_or_are_refused(
+    tiny: Path, settings: dict[str, Any]
+) -> None:
     if "temperature" in settings:
         out = generate(load_pretrained(tiny), IDS, max_new_tokens=1, **settings)
         assert out.shape == (1, 3)
@@ -73,7 +75,7 @@ def test_settings_of_generation(tiny: Path, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("collection", [np.array, torch.tensor, iter, set], ids=kind)
-def test_suppressed_tokens_of_any_collection(tiny: Path, collection: Any) -> None:
+def test_suppressed_tokens_may_be_in_any_collection(tiny: Path, collection: Any) -> None:
     model = load_pretrained(tiny)
     best = int(model(IDS)[0, -1].argmax())
     for suppressed, is_best in (([], True), ([best], False)):
@@ -87,17 +89,17 @@ def test_suppressed_tokens_of_any_collection(tiny: Path, collection: Any) -> Non
     [None, 3, "text", ["text"], [1, 2], [[1.5]], [[[1]]], [None], object(), torch.ones(2, 2)],
     ids=lambda prompts: repr(prompts)[:8],
 )
-def test_prompts_to_pad(prompts: Any) -> None:
+def test_left_pad_refuses_prompts_of_a_wrong_type(prompts: Any) -> None:
     with pytest.raises(CompatError, match="the prompts are"):
         left_pad(prompts)
 
 
 @pytest.mark.parametrize("value", WRONG, ids=kind)
-def test_vocabulary_of_a_tokenizer(value: Any) -> None:
+def test_a_vocabulary_of_a_wrong_type_is_refused(value: Any) -> None:
     with pytest.raises(CompatError, match="the vocabulary is"):
         Tokenizer(value)
 
 
-def test_a_folder_name_with_a_null_character(tiny: Path) -> None:
+def test_a_folder_name_with_a_null_character_is_refused(tiny: Path) -> None:
     with pytest.raises(CompatError, match="folder is"):
         save_pretrained(load_pretrained(tiny), "a\0b")

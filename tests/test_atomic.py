@@ -1,4 +1,4 @@
-"""Replacing a folder: kept files, removed files, and the effect of failures."""
+"""Replacing a folder: which files are kept or removed, and what happens if a step fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Contents = dict[str, bytes | str]
 
 
 def contents(folder: Path) -> Contents:
-    """Every file's bytes and every link's target, by path."""
+    """Return the bytes of every file and the target of every link, by path."""
     found: Contents = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -46,16 +46,16 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Path]:
-    """A path in a folder in which no other files may remain."""
-    place = tmp_path / "parent" / "model"
-    place.parent.mkdir()
-    yield place
-    assert {path.name for path in place.parent.iterdir()} <= {"model"}
+    """A path in a folder in which no other files may remain after the test."""
+    path = tmp_path / "parent" / "model"
+    path.parent.mkdir()
+    yield path
+    assert {path.name for path in path.parent.iterdir()} <= {"model"}
 
 
 @pytest.fixture(params=["exchange", "renames"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The system's swap of two folders, and the replacement for it."""
+def swap_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The system call that swaps two folders, and the renames that replace it elsewhere."""
     if request.param == "renames":
         monkeypatch.setattr(compat.saving.atomic, "_exchange", lambda one, other: False)
     return str(request.param)
@@ -66,7 +66,7 @@ def test_a_new_folder_appears_with_its_parents(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"a/b/model/w1": b"new"}
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("swap_method")
 def test_superseded_files_are_removed_and_others_are_kept(target: Path) -> None:
     fill(target, w1="old", w2="old", config="old", README="mine")
     (target / "w_folder").mkdir()
@@ -90,7 +90,7 @@ def test_superseded_files_are_removed_and_others_are_kept(target: Path) -> None:
 
 
 def test_kept_files_are_hard_links(target: Path) -> None:
-    """A program that has a file open continues to write to it."""
+    """A program that has a kept file open continues to write to it."""
     fill(target, log="1")
     with (target / "log").open("a") as log:
         replace(target, w1="new")
@@ -113,7 +113,7 @@ def test_kept_files_are_copied_without_hard_links(
 
 
 def test_two_folders_are_swapped_atomically(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds on Linux and macOS on their usual file systems."""
+    """Linux and macOS support this on their usual file systems."""
 
     def refuse(self: Path, other: Path) -> None:
         raise AssertionError("renamed")
@@ -124,7 +124,7 @@ def test_two_folders_are_swapped_atomically(target: Path, monkeypatch: pytest.Mo
     assert contents(target) == {"w2": b"new", "log": b"1"}
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("swap_method")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left"), ValueError])
 def test_a_failure_while_writing_leaves_the_old_folder(
     target: Path, error: BaseException | type[BaseException]
@@ -140,31 +140,31 @@ def test_a_failure_while_writing_leaves_the_old_folder(
 
 @pytest.mark.parametrize("step", ["_settle", "_carry_over", "_put_in_place"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("exists", [True, False])
 def test_a_failure_at_any_step_leaves_the_old_folder_or_none(
     target: Path,
     monkeypatch: pytest.MonkeyPatch,
     step: str,
     error: BaseException,
-    there: bool,
+    exists: bool,
 ) -> None:
     def fail(*args: object) -> None:
         raise error
 
-    if there:
+    if exists:
         fill(target, w1="old")
     monkeypatch.setattr(compat.saving.atomic, step, fail)
     with pytest.raises(CheckpointError if isinstance(error, OSError) else KeyboardInterrupt):
         replace(target, w1="new")
-    assert contents(target) == ({"w1": b"old"} if there else {})
-    assert target.exists() == there
+    assert contents(target) == ({"w1": b"old"} if exists else {})
+    assert target.exists() == exists
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_an_interrupt_between_the_renames_leaves_one_complete_folder(
     target: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """Without a swap the old folder is moved away first; Ctrl-C restores it."""
+    """Without the atomic swap, the old folder is moved away first; Ctrl-C restores it."""
     monkeypatch.setattr(compat.saving.atomic, "_exchange", lambda one, other: False)
     rename, calls = Path.rename, iter(range(1, 9))
 
@@ -182,7 +182,7 @@ def test_an_interrupt_between_the_renames_leaves_one_complete_folder(
 
 
 def test_an_old_folder_that_a_killed_process_moved_away_is_restored(target: Path) -> None:
-    """Without a swap, this is the moment in which neither folder is in its place."""
+    """Without the atomic swap, this is the moment in which neither folder is in place."""
     fill(target.with_name(".model.compat-old-1"), w1="old", log="1")
     fill(target.with_name(".model.compat-tmp-1-a"), w1="half")
     replace(target, w2="new")
@@ -217,9 +217,9 @@ def test_the_target_of_a_dangling_link_is_created(tmp_path: Path) -> None:
     assert (tmp_path / "model").is_symlink()
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("swap_method")
 def test_links_in_the_folder_are_replaced_and_not_followed(target: Path, tmp_path: Path) -> None:
-    """As in the hub's cache, where every file is a link to a blob."""
+    """In the hub's cache, every file is a link to a blob."""
     blobs = fill(tmp_path / "blobs", a="old weights", b="readme")
     fill(target)
     for name, blob in {"w1": "a", "README": "b"}.items():
@@ -286,16 +286,16 @@ def test_every_file_and_folder_is_synced_before_the_old_one_is_removed(
     events: list[str] = []
     flush, put = compat.saving.atomic._flush, compat.saving.atomic._put_in_place
 
-    def noted(path: Path) -> None:
+    def record_flush(path: Path) -> None:
         events.append(path.name.partition("-tmp-")[0])
         flush(path)
 
-    def noted_put(one: Path, other: Path) -> None:
+    def record_put(one: Path, other: Path) -> None:
         events.append("in place")
         put(one, other)
 
-    monkeypatch.setattr(compat.saving.atomic, "_flush", noted)
-    monkeypatch.setattr(compat.saving.atomic, "_put_in_place", noted_put)
+    monkeypatch.setattr(compat.saving.atomic, "_flush", record_flush)
+    monkeypatch.setattr(compat.saving.atomic, "_put_in_place", record_put)
     fill(target, log="1")
     replace(target, w1="new", w2="new")
     assert sorted(events[:2]) == ["w1", "w2"]

@@ -1,4 +1,4 @@
-"""Replacing a folder: killed and concurrent processes, current folders, permissions."""
+"""Replacing a folder: killed and concurrent processes, the current folder, and permissions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.forked import run
 from tests.test_atomic import contents, fill, mode, replace
 
 
-def test_temporary_folders_of_killed_processes_are_removed_and_those_in_use_stay(
+def test_temporary_folders_of_killed_processes_are_removed_and_those_in_use_are_kept(
     tmp_path: Path,
 ) -> None:
     target = tmp_path / "model"
     dead = fill(tmp_path / f".model.compat-tmp-{os.getpid()}-dead", w1="half")
     (dead / "inner").mkdir(mode=0o555)
     other = fill(tmp_path / ".model2.compat-tmp-1-a", w1="another target's")
-    precious = fill(tmp_path / "precious", w1="mine")
-    for name in ("tmp-2-link", "old-link"):  # planted
-        (tmp_path / f".model.compat-{name}").symlink_to(precious)
-    before = mode(precious)
+    unrelated = fill(tmp_path / "unrelated", w1="mine")
+    for name in ("tmp-2-link", "old-link"):  # links that an attacker could have placed
+        (tmp_path / f".model.compat-{name}").symlink_to(unrelated)
+    before = mode(unrelated)
     with replacing_folder(target) as living:
         fill(living, w1="first")
         replace(target, w1="second")
@@ -38,7 +38,7 @@ def test_temporary_folders_of_killed_processes_are_removed_and_those_in_use_stay
     with replacing_folder(target) as living:
         fill(living, w1="third")
     assert other.is_dir() and not target.is_symlink()
-    assert (contents(precious), mode(precious)) == ({"w1": b"mine"}, before)
+    assert (contents(unrelated), mode(unrelated)) == ({"w1": b"mine"}, before)
 
 
 @pytest.mark.parametrize("name", [".", "..", "", "/"])
@@ -53,7 +53,7 @@ def test_the_current_folder_is_not_replaced(
 
 
 def test_concurrent_saves_lose_no_files(tmp_path: Path) -> None:
-    """The result is one complete save, with the other files of all the saves."""
+    """The result is one complete save, plus the unrelated files of all the saves."""
     target = tmp_path / "model"
 
     def save(number: int) -> None:
@@ -68,7 +68,7 @@ def test_concurrent_saves_lose_no_files(tmp_path: Path) -> None:
 
 
 def replace_as_nobody(target: Path) -> None:
-    """Replace the folder without root's rights, and print the error."""
+    """Replace the folder without root's permissions, and print the error."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(65534)
@@ -81,7 +81,7 @@ def replace_as_nobody(target: Path) -> None:
 
 
 def as_nobody(target: Path) -> str:
-    """Replace the folder in a process without root's rights and return its error message."""
+    """Replace the folder in a process without root's permissions, and return its error message."""
     for folder in target.parents[1:]:
         if "pytest-of-" in str(folder):  # pytest's own folders are private
             folder.chmod(0o755)
@@ -101,14 +101,14 @@ def test_read_only_subfolders_are_replaced(tmp_path: Path) -> None:
     assert mode(inner) == 0o555
 
 
-@pytest.mark.parametrize("which", ["parent", "parent/model"])
-def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, which: str) -> None:
+@pytest.mark.parametrize("read_only", ["parent", "parent/model"])
+def test_a_folder_without_write_permission_is_refused(tmp_path: Path, read_only: str) -> None:
     target = fill(fill(tmp_path / "parent") / "model", w1="old")
     target.chmod(0o777)
     target.parent.chmod(0o777)
-    (tmp_path / which).chmod(0o555)
+    (tmp_path / read_only).chmod(0o555)
     printed = as_nobody(target)
-    (tmp_path / which).chmod(0o755)
+    (tmp_path / read_only).chmod(0o755)
     assert "cannot be written: [Errno 13] Permission denied" in printed
     assert contents(tmp_path) == {"parent/model/w1": b"old"}
     assert len(list(target.parent.iterdir())) == 1
@@ -127,8 +127,8 @@ with replacing_folder(Path(sys.argv[1])) as folder:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_signal_leaves_the_old_folder(tmp_path: Path, number: signal.Signals) -> None:
-    """The next save removes what a killed process leaves."""
+def test_a_signal_leaves_the_old_folder_unchanged(tmp_path: Path, number: signal.Signals) -> None:
+    """The next save removes the temporary files of a killed process."""
     target = fill(tmp_path / "model", w1="old")
     command = [sys.executable, "-c", SLOW, str(target)]
     with subprocess.Popen(

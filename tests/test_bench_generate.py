@@ -1,4 +1,4 @@
-"""bench.py generate and quality on the embedded checkpoint: their output, not their timings."""
+"""bench.py generate and quality on the embedded checkpoint: what they print, apart from timings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS = {"decode", "prompt", "first", "early", "late", "growth", "peak"}
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """One quick run: its JSON and its drawing."""
+    """The JSON and the drawing of one quick run."""
     drawing = tmp_path_factory.mktemp("bench") / "bars.svg"
     arguments = ("--shapes", "demo", "--quick", "--json", "--peers", PEERS, "--plot", drawing)
     with pytest.MonkeyPatch.context() as patch:
@@ -48,14 +48,15 @@ def test_float32_tokens_are_those_of_transformers(measured: tuple[Any, Path]) ->
 
 def test_the_limit_is_the_bandwidth_over_the_bytes_read(measured: tuple[Any, Path]) -> None:
     [result] = measured[0]
-    # All of the 957,184 parameters but 256 positions of 128 channels, and the last norm's two.
+    # All 957,184 parameters except the position embeddings (256 × 128) and the final norm (2 ×
+    # 128).
     assert result["weights"] == 957_184 - 256 * 128 - 2 * 128
     for precision, size in {"float32": 4, "bfloat16": 2, "int8": 1}.items():
         limit = result["bandwidth"] / (size * result["weights"])
         assert result["limits"][precision] == pytest.approx(limit)
 
 
-def test_targets_are_judged_where_both_sides_were_measured(measured: tuple[Any, Path]) -> None:
+def test_targets_are_evaluated_if_both_sides_were_measured(measured: tuple[Any, Path]) -> None:
     [result] = measured[0]
     words = [target["words"] for target in result["targets"]]
     assert len([word for word in words if word.startswith("float32: decode")]) == 1
@@ -70,13 +71,13 @@ def test_the_drawing_has_a_bar_for_every_row(measured: tuple[Any, Path]) -> None
     root = ElementTree.parse(drawing).getroot()
     labels = [text.text for text in root.iter(f"{SVG}text")]
     assert all(row["name"] in labels for row in result["rows"])
-    assert len([*root.iter(f"{SVG}rect")]) == 1 + len(result["rows"])  # and the background
+    assert len([*root.iter(f"{SVG}rect")]) == 1 + len(result["rows"])  # one is the background
     rights = [float(bar.attrib["x"]) + float(bar.attrib["width"]) for bar in root.iter(f"{SVG}rect")
               if "x" in bar.attrib]  # fmt: skip
     assert max(rights) < float(root.attrib["width"])
 
 
-def test_a_missing_library_is_named_and_a_failing_one_reports_why(
+def test_a_missing_library_is_named_and_a_failing_one_reports_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
@@ -85,13 +86,13 @@ def test_a_missing_library_is_named_and_a_failing_one_reports_why(
 
     absent = Peer("other", "float32", "float32", "other", "no_such_package_at_all")
     fails = Peer("engine", "float16", "float32", "engine", "compat")
-    stands_in = Peer("engine", "float16 again", "float32", "engine", "compat", True, fails.name)
+    fallback = Peer("engine", "float16 again", "float32", "engine", "compat", True, fails.name)
     needless = Peer("engine", "never", "float32", "engine", "compat", True, absent.name)
     source = ROOT / "compat" / "demo"
     found = measurements.Measurements(source, tmp_path, 1, True)
     monkeypatch.setattr(found, "bandwidth", lambda: 1e9)
-    rows = found.measure([absent, fails, stands_in, needless])["rows"]
-    assert [row["name"] for row in rows] == [absent.name, fails.name, stands_in.name]
+    rows = found.measure([absent, fails, fallback, needless])["rows"]
+    assert [row["name"] for row in rows] == [absent.name, fails.name, fallback.name]
     assert "pip install" in rows[0]["absent"]
     assert "dtype is 'float16'" in rows[1]["error"]
 
@@ -102,7 +103,7 @@ def test_an_unknown_peer_is_refused_with_the_known_ones() -> None:
     assert re.search(r"nobody.*llama\.cpp.*engine int8", done.stderr, re.DOTALL)
 
 
-def test_the_numbers_of_int8_are_near_float32_on_held_out_text() -> None:
+def test_int8_quality_is_close_to_float32_on_held_out_text() -> None:
     done = script("bench", "quality", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
@@ -112,4 +113,4 @@ def test_the_numbers_of_int8_are_near_float32_on_held_out_text() -> None:
     assert rows["engine float32"]["perplexity"] == pytest.approx(
         rows["transformers float32"]["perplexity"], rel=1e-5
     )
-    assert rows["engine bfloat16"]["agreement"] < 1  # so that the comparison can fail
+    assert rows["engine bfloat16"]["agreement"] < 1  # otherwise the comparison could not fail

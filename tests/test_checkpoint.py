@@ -1,4 +1,4 @@
-"""open_checkpoint reads every layout of published checkpoints."""
+"""open_checkpoint reads all layouts of published checkpoints."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from safetensors.torch import load_file
 
 from compat import CheckpointError
 from compat.checkpoint import open_checkpoint
-from tests.checkpoint_files import holds, sharded
+from tests.checkpoint_files import check_contents, save_sharded
 from tests.conftest import MakeCheckpoint, State, Write
 
-C, N, LAYERS = 24, 32, 3  # as in conftest.TINY
+C, N, LAYERS = 24, 32, 3  # the sizes in conftest.TINY
 
 
-def prefixed(state: State) -> State:
+def with_transformer_prefix(state: State) -> State:
     return {f"transformer.{name}": tensor for name, tensor in state.items()}
 
 
-# Files.
+# Files
 
 
-def test_a_folder_saved_by_transformers(tiny: Path, state: State) -> None:
+def test_a_folder_saved_by_transformers_is_read(tiny: Path, state: State) -> None:
     checkpoint = open_checkpoint(tiny)
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert checkpoint.folder == tiny
     assert checkpoint.notes == []
     assert checkpoint.dtype is torch.float32
@@ -36,27 +36,29 @@ def test_a_folder_saved_by_transformers(tiny: Path, state: State) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("with_prefix", [False, True])
-def test_a_single_file(write: Write, state: State, name: str, with_prefix: bool) -> None:
-    folder = write(prefixed(state) if with_prefix else state, name)
-    holds(open_checkpoint(folder), state)
-    holds(open_checkpoint(str(folder)), state)
+def test_a_folder_with_a_single_file_is_read(
+    write: Write, state: State, name: str, with_prefix: bool
+) -> None:
+    folder = write(with_transformer_prefix(state) if with_prefix else state, name)
+    check_contents(open_checkpoint(folder), state)
+    check_contents(open_checkpoint(str(folder)), state)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "other.safetensors"])
-def test_the_path_of_a_file(write: Write, state: State, name: str) -> None:
+def test_the_path_of_a_file_is_accepted(write: Write, state: State, name: str) -> None:
     checkpoint = open_checkpoint(write(state, name) / name)
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert checkpoint.weights.name == name
 
 
-def test_safetensors_shards(tiny: Path, tmp_path: Path, state: State) -> None:
-    folder = sharded(tmp_path, tiny)
+def test_safetensors_shards_are_read(tiny: Path, tmp_path: Path, state: State) -> None:
+    folder = save_sharded(tmp_path, tiny)
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
-    holds(open_checkpoint(folder), state)
-    holds(open_checkpoint(folder / "model.safetensors.index.json"), state)
+    check_contents(open_checkpoint(folder), state)
+    check_contents(open_checkpoint(folder / "model.safetensors.index.json"), state)
 
 
-def test_pickle_shards(tiny: Path, tmp_path: Path, state: State) -> None:
+def test_pickle_shards_are_read(tiny: Path, tmp_path: Path, state: State) -> None:
     names, weight_map = list(state), {}
     for k in range(3):
         file = f"pytorch_model-{k + 1:05}-of-00003.bin"
@@ -65,28 +67,28 @@ def test_pickle_shards(tiny: Path, tmp_path: Path, state: State) -> None:
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     shutil.copy(tiny / "config.json", tmp_path)
-    holds(open_checkpoint(tmp_path), state)
+    check_contents(open_checkpoint(tmp_path), state)
 
 
-def test_safetensors_are_preferred(write: Write, state: State) -> None:
+def test_safetensors_are_preferred_to_a_pickle(write: Write, state: State) -> None:
     write({"not": torch.zeros(1)}, "pytorch_model.bin")
-    holds(open_checkpoint(write(state)), state)
+    check_contents(open_checkpoint(write(state)), state)
 
 
 def test_a_pickle_of_parameters_is_read_as_tensors(write: Write, state: State) -> None:
     parameters = {name: torch.nn.Parameter(tensor) for name, tensor in state.items()}
-    holds(open_checkpoint(write(parameters, "pytorch_model.bin")), state)
+    check_contents(open_checkpoint(write(parameters, "pytorch_model.bin")), state)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_each_read_allocates_its_own_memory(write: Write, state: State, name: str) -> None:
     checkpoint = open_checkpoint(write(state, name))
     checkpoint.read("wte.weight").zero_()
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
 
 
-def test_a_tensor_stored_as_a_view_is_read_contiguous(write: Write, state: State) -> None:
-    """A `.bin` keeps the strides of `weight.T`, which saving a transposed nn.Linear leaves."""
+def test_a_tensor_stored_as_a_view_is_read_as_contiguous(write: Write, state: State) -> None:
+    """A `.bin` file keeps the strides of `weight.T`, which a saved transposed nn.Linear has."""
     views = {k: v.t().contiguous().t() if v.dim() == 2 else v for k, v in state.items()}
     checkpoint = open_checkpoint(write(views, "pytorch_model.bin"))
     assert [name for name in state if not checkpoint.read(name).is_contiguous()] == []
@@ -98,19 +100,19 @@ def test_old_mask_buffers_are_ignored_and_noted(write: Write, state: State, name
     for i in range(LAYERS):
         masks[f"h.{i}.attn.bias"] = torch.ones(N, N, dtype=torch.uint8).tril()[None, None]
         masks[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
-    checkpoint = open_checkpoint(write(prefixed({**state, **masks}), name))
-    holds(checkpoint, state)
+    checkpoint = open_checkpoint(write(with_transformer_prefix({**state, **masks}), name))
+    check_contents(checkpoint, state)
     assert len(checkpoint.notes) == 1
     assert f"ignored {2 * LAYERS} causal-mask buffers" in checkpoint.notes[0]
 
 
-# The head.
+# The head
 
 
 def test_a_stored_head_equal_to_the_embedding_stays_tied(write: Write, state: State) -> None:
     head = state["wte.weight"].clone()
-    checkpoint = open_checkpoint(write({**prefixed(state), "lm_head.weight": head}))
-    holds(checkpoint, state)
+    checkpoint = open_checkpoint(write({**with_transformer_prefix(state), "lm_head.weight": head}))
+    check_contents(checkpoint, state)
     assert checkpoint.config.tie_word_embeddings
     assert [("lm_head.weight" in note, "equal to" in note) for note in checkpoint.notes] == [
         (True, True)
@@ -121,7 +123,7 @@ def test_a_stored_head_that_differs_is_used_untied(write: Write, state: State) -
     state["lm_head.weight"] = state["wte.weight"].clone()
     state["lm_head.weight"][-1, -1] += 1e-3
     checkpoint = open_checkpoint(write(state))
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert not checkpoint.config.tie_word_embeddings
     assert [("lm_head.weight differs" in note) for note in checkpoint.notes] == [True]
 
@@ -130,21 +132,23 @@ def test_an_untied_head_is_read(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(tie_word_embeddings=False)
     checkpoint = open_checkpoint(folder)
     stored = load_file(folder / "model.safetensors")
-    holds(checkpoint, {k.removeprefix("transformer."): v for k, v in stored.items()})
+    check_contents(checkpoint, {k.removeprefix("transformer."): v for k, v in stored.items()})
     assert not torch.equal(checkpoint.read("lm_head.weight"), checkpoint.read("wte.weight"))
     assert not checkpoint.config.tie_word_embeddings
     assert checkpoint.notes == []
 
 
-# Data types.
+# Data types
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_other_data_types(write: Write, state: State, dtype: torch.dtype, name: str) -> None:
+def test_other_data_types_are_kept(
+    write: Write, state: State, dtype: torch.dtype, name: str
+) -> None:
     state = {k: v.to(dtype) for k, v in state.items()}
     checkpoint = open_checkpoint(write(state, name))
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert checkpoint.dtype is dtype
     assert checkpoint.notes == []
 
@@ -161,23 +165,23 @@ def test_other_data_types(write: Write, state: State, dtype: torch.dtype, name: 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("odd", ["wte.weight", "ln_f.bias"])
+@pytest.mark.parametrize("exception", ["wte.weight", "ln_f.bias"])
 def test_mixed_data_types_are_noted_and_the_widest_is_used(
     write: Write,
     state: State,
-    odd: str,
+    exception: str,
     one: torch.dtype,
     rest: torch.dtype,
     widest: torch.dtype,
 ) -> None:
-    state = {k: v.to(one if k == odd else rest) for k, v in state.items()}
+    state = {k: v.to(one if k == exception else rest) for k, v in state.items()}
     checkpoint = open_checkpoint(write(state))
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert checkpoint.dtype is widest
     assert [("several data types" in note) for note in checkpoint.notes] == [True]
 
 
-# What a user names
+# Sources that a user passes
 
 
 @pytest.mark.parametrize(
@@ -193,7 +197,7 @@ def test_a_path_that_does_not_exist_is_not_requested_from_the_hub(
     monkeypatch.chdir(tmp_path / "project")
 
     def fail(*args: object) -> None:
-        raise AssertionError(f"{args} asked of the hub")
+        raise AssertionError(f"{args} requested from the hub")
 
     monkeypatch.setattr("compat.checkpoint.find.fetch", fail)
     with pytest.raises(CheckpointError) as caught:
@@ -213,12 +217,14 @@ def test_a_hub_id_is_fetched(source: str, tmp_path: Path, monkeypatch: pytest.Mo
         open_checkpoint(source)
 
 
-def test_a_tilde_is_the_home_folder(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_stands_for_the_home_folder(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tiny.parent))
     assert open_checkpoint(f"~/{tiny.name}").folder == tiny
 
 
-def test_a_folder_without_read_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_read_permission_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path) -> bool:
         raise PermissionError(13, "Permission denied")
 

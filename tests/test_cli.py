@@ -1,4 +1,4 @@
-"""The command line: what it prints, and to which stream."""
+"""The command line: what each command prints, and to which stream."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def demo() -> Tokenizer:
     return load_tokenizer("demo")
 
 
-def demo_ending_at(stop: int | None, folder: Path) -> Path:
-    """A copy of the embedded checkpoint with another end-of-text id, or with none."""
+def demo_with_stop_id(stop: int | None, folder: Path) -> Path:
+    """Copy the embedded checkpoint with another end-of-text id, or with none."""
     shutil.copytree(DEMO, folder)
     config = json.loads((DEMO / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": stop}))
@@ -37,14 +37,14 @@ def demo_ending_at(stop: int | None, folder: Path) -> Path:
 @pytest.fixture
 def endless(tmp_path: Path) -> Path:
     """The embedded checkpoint without an end-of-text id, so that no text ends early."""
-    return demo_ending_at(None, tmp_path / "endless")
+    return demo_with_stop_id(None, tmp_path / "endless")
 
 
 # load
 
 
 def hf_shapes() -> dict[str, list[int]]:
-    """transformers' tensors of the `tiny` checkpoint, without the prefix."""
+    """Return the shapes of transformers' tensors of the `tiny` checkpoint, without the prefix."""
     state = noisy_reference().state_dict()
     return {name.removeprefix("transformer."): list(value.shape) for name, value in state.items()}
 
@@ -67,7 +67,7 @@ def test_load_lists_every_tensor_with_its_parameters(cli: Cli, tiny: Path, diale
 
 
 def test_load_names_the_operation(cli: Cli, tiny: Path) -> None:
-    """The shape of the square c_proj does not show it."""
+    """The operation cannot be derived from the shape of the square c_proj."""
     entries = cli("load", "--model", tiny, "--json").json()["tensors"]
     operation = {entry["tensor"]: entry["operation"] for entry in entries}
     assert operation["h.2.attn.c_attn.weight"] == "split in 3, transpose"
@@ -97,7 +97,7 @@ def test_load_shows_a_table_with_a_row_for_each_kind_of_tensor(
 
 
 def test_load_notes_go_to_stderr(cli: Cli, state: State, write: Write) -> None:
-    """For example about a file with causal masks among its weights."""
+    """For example, a note about causal masks among the weights."""
     folder = write({**state, "h.0.attn.bias": torch.ones(1, 1, 32, 32).tril()})
     done = cli("load", "--model", folder)
     assert done.code == 0
@@ -141,7 +141,7 @@ def test_parity_as_json_has_every_number(cli: Cli, tiny: Path, dialect: str) -> 
     assert {"compat", "transformers", "python"} <= found["versions"].keys()
 
 
-def test_parity_of_both_dialects(cli: Cli, tiny: Path) -> None:
+def test_parity_all_compares_both_dialects(cli: Cli, tiny: Path) -> None:
     done = cli("parity", "--model", tiny, "--all", "--json")
     assert done.code == 0
     assert [report["model_name"] for report in done.json()] == ["linear", "conv1d"]
@@ -154,7 +154,7 @@ def test_parity_quiet_is_one_line(cli: Cli, tiny: Path) -> None:
     assert (done.code, line[:8]) == (0, "✓ linear")
 
 
-def test_parity_takes_its_input_from_the_options(cli: Cli, tiny: Path, demo: Tokenizer) -> None:
+def test_parity_uses_the_input_of_the_options(cli: Cli, tiny: Path, demo: Tokenizer) -> None:
     def report(model: object, *options: object) -> Any:
         return cli("parity", "--model", model, "--json", *options).json()
 
@@ -175,9 +175,9 @@ def test_generate_prints_the_text_and_nothing_else(
     greedy = ("--temperature", 0, "--max-new-tokens", 14, "--dialect", dialect)
     done = cli("generate", "The", "--model", endless, *greedy)
     ids = torch.tensor([demo.encode("The")])
-    whole = generate(load_pretrained(endless), ids, max_new_tokens=14, temperature=0)
+    expected = generate(load_pretrained(endless), ids, max_new_tokens=14, temperature=0)
     assert done.code == 0
-    assert done.out == demo.decode(whole[0].tolist()) + "\n"
+    assert done.out == demo.decode(expected[0].tolist()) + "\n"
     assert done.err.startswith("14 tokens, ")
     assert "tokens/s" in done.err
 
@@ -193,10 +193,10 @@ def test_generate_as_json(cli: Cli, demo: Tokenizer, endless: Path) -> None:
     assert found["tokens_per_second"] > 0
 
 
-def test_100_tokens_or_as_many_as_fit_into_the_context(
+def test_generate_adds_100_tokens_or_as_many_as_fit_into_the_context(
     cli: Cli, make_checkpoint: MakeCheckpoint
 ) -> None:
-    """The default length. No merge contains the control character that the prompt consists of."""
+    """This is the default. No merge contains the control character of the prompt."""
     n_ids = load_pretrained("demo").config.vocab_size
     folder = make_checkpoint(vocab_size=n_ids, n_positions=128, eos_token_id=None)
     for name in ("vocab.json", "merges.txt"):
@@ -206,7 +206,7 @@ def test_100_tokens_or_as_many_as_fit_into_the_context(
         assert (len(found["prompt_ids"]), len(found["new_ids"])) == (n_prompt, n_new)
 
 
-def test_a_seed_makes_the_text_repeatable(cli: Cli, endless: Path) -> None:
+def test_a_seed_makes_the_text_reproducible(cli: Cli, endless: Path) -> None:
     def text(seed: int, *options: object) -> str:
         length = ("--max-new-tokens", 30)
         return cli("generate", "The", "--model", endless, "--seed", seed, *length, *options).out
@@ -219,12 +219,12 @@ def test_a_seed_makes_the_text_repeatable(cli: Cli, endless: Path) -> None:
 def test_text_ends_before_the_stop_id(
     cli: Cli, demo: Tokenizer, endless: Path, tmp_path: Path
 ) -> None:
-    """With an end-of-text id that occurs in the text of the embedded checkpoint."""
+    """The end-of-text id is one that occurs in the text of the embedded checkpoint."""
     greedy = ("generate", "The", "--temperature", 0, "--max-new-tokens", 30)
     ids = cli(*greedy, "--model", endless, "--json").json()["new_ids"]
     n = next(n for n in range(5, 30) if ids[n] not in ids[:n])
     sentence = "The" + demo.decode(ids[:n])
-    ends = demo_ending_at(ids[n], tmp_path / "ends")
+    ends = demo_with_stop_id(ids[n], tmp_path / "ends")
     assert cli(*greedy, "--model", ends).out == sentence + "\n"
     found = cli(*greedy, "--model", ends, "--json").json()
     assert (found["text"], found["new_ids"]) == (sentence, ids[: n + 1])
@@ -244,7 +244,7 @@ def test_zero_new_tokens_print_the_prompt(cli: Cli) -> None:
 def test_a_padded_vocabulary_generates_only_ids_with_text(
     cli: Cli, make_checkpoint: MakeCheckpoint, demo: Tokenizer
 ) -> None:
-    """The tokenizer lacks half of these ids, although a noisy model finds them as likely."""
+    """Half of the ids have no text, although a noisy model finds them as likely as the others."""
     n = load_pretrained("demo").config.vocab_size
     folder = make_checkpoint(vocab_size=2 * n, eos_token_id=None)
     for name in ("vocab.json", "merges.txt"):
@@ -255,5 +255,5 @@ def test_a_padded_vocabulary_generates_only_ids_with_text(
     assert len(new_ids) == 20
     assert not {*new_ids} & {*demo.ids_without_text(2 * n)}
     ids, seeded = torch.tensor([demo.encode("The")]), torch.Generator().manual_seed(0)
-    whole = generate(load_pretrained(folder), ids, max_new_tokens=20, generator=seeded)
-    assert {*whole[0].tolist()} & {*demo.ids_without_text(2 * n)}
+    expected = generate(load_pretrained(folder), ids, max_new_tokens=20, generator=seeded)
+    assert {*expected[0].tolist()} & {*demo.ids_without_text(2 * n)}

@@ -27,7 +27,7 @@ from tests.conftest import State, Write
 
 @pytest.fixture(autouse=True)
 def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory is a project of models, right and wrong."""
+    """Change to a folder with compatible and incompatible models."""
     write_project(tmp_path)
     monkeypatch.chdir(tmp_path)
 
@@ -36,11 +36,11 @@ def _notes(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("note: ")]
 
 
-# What a person sees
+# Output for people
 
 
-def test_a_model_that_passes(cli: Cli, tiny: Path) -> None:
-    """What the model's own code prints goes to stderr."""
+def test_a_model_that_passes_exits_with_0(cli: Cli, tiny: Path) -> None:
+    """The output of the model's own code goes to stderr."""
     done = cli("adapt", "right.py:MyGPT", "--model", tiny)
     assert done.code == 0
     printed, [built] = set(done.err.splitlines()), _notes(done.err)
@@ -54,7 +54,7 @@ def test_a_model_that_passes(cli: Cli, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["erf.py", "deeper/erf.py"])
-def test_a_deviation_with_its_line_and_its_fix(cli: Cli, tiny: Path, file: str) -> None:
+def test_a_deviation_is_printed_with_its_line_and_its_fix(cli: Cli, tiny: Path, file: str) -> None:
     done = cli("adapt", f"{file}:MyGPT", "--model", tiny)
     assert done.code == 1
     headline, empty, place, what, fix, evidence, *_ = done.out.splitlines()
@@ -66,7 +66,7 @@ def test_a_deviation_with_its_line_and_its_fix(cli: Cli, tiny: Path, file: str) 
     assert evidence.startswith("    confirmed: ")
 
 
-def test_a_file_elsewhere_is_named_in_full(
+def test_a_file_outside_the_working_directory_is_named_by_its_full_path(
     cli: Cli, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path / "deeper")
@@ -74,8 +74,8 @@ def test_a_file_elsewhere_is_named_in_full(
     assert done.out.splitlines()[2] == f"{tmp_path}/erf.py:{ERF_LINE}  {ERF_SOURCE}"
 
 
-def test_another_model_of_the_file_if_the_last_one_is_refused(cli: Cli, tiny: Path) -> None:
-    """If a class is named, no other is examined."""
+def test_another_model_of_the_file_is_used_if_the_last_one_is_refused(cli: Cli, tiny: Path) -> None:
+    """If the user names a class, no other class is examined."""
     last = """
 
 class OtherGPT(nn.Module):
@@ -93,8 +93,8 @@ class OtherGPT(nn.Module):
     assert refused.code == 3 and not refused.out
 
 
-def test_a_notebook(cli: Cli, tiny: Path) -> None:
-    """Only the model is executed, and the line is one of its cell."""
+def test_a_notebook_is_adapted(cli: Cli, tiny: Path) -> None:
+    """Only the code of the model is executed, and the line number is the one in its cell."""
     done = cli("adapt", "notebook.ipynb:MyGPT", "--model", tiny)
     (place,) = (line for line in done.out.splitlines() if ERF_SOURCE in line)
     assert done.code == 1
@@ -102,7 +102,7 @@ def test_a_notebook(cli: Cli, tiny: Path) -> None:
     assert f":{ERF_LINE}  " in place
 
 
-def test_tensors_without_a_place(cli: Cli, tiny: Path) -> None:
+def test_tensors_without_a_parameter_are_listed(cli: Cli, tiny: Path) -> None:
     done = cli("adapt", "biasless.py:MyGPT", "--model", tiny)
     headline, unmatched, *_ = done.out.splitlines()
     assert done.code == 1
@@ -151,7 +151,7 @@ def test_a_narrow_terminal_cuts_neither_source_nor_fix(width: int) -> None:
     assert "no parameter for h.{0…11}.attn.c_attn.weight and h.{0…11}.attn.c_attn.bias" in text
 
 
-# What a program reads
+# Output for programs
 
 
 @pytest.mark.parametrize(("file", "code"), [("right.py", 0), ("erf.py", 1)])
@@ -190,7 +190,7 @@ def test_the_emitted_map_loads_the_model(cli: Cli, tiny: Path) -> None:
     assert check_parity(model.eval(), tiny, taps=[Tap("logits", "")]).passed
 
 
-def test_the_page(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+def test_the_html_report_is_written(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     done = cli("adapt", "erf.py:MyGPT", "--model", tiny, "--html", page, "--json")
     assert done.code == 1
@@ -217,17 +217,17 @@ def test_help_states_whose_code_is_run(cli: Cli) -> None:
     assert "no code from the checkpoint is run" in text
 
 
-# As programs
+# The scripts
 
 
-def test_the_script_is_the_command(tiny: Path, tmp_path: Path) -> None:
+def test_the_script_runs_the_command(tiny: Path, tmp_path: Path) -> None:
     done = script("adapt", f"{tmp_path}/erf.py:MyGPT", "--model", tiny)
     assert done.returncode == 1
     assert done.stdout.startswith("✓ mapped 40 of 40 tensors")
     assert f"erf.py:{ERF_LINE}" in done.stdout
 
 
-def test_the_benchmark_times_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_times_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.run", run_forked)
     done = script("bench", "adapt", "--model", "demo", "--runs", "1", "--json")
     found = json.loads(done.stdout)
@@ -238,13 +238,13 @@ def test_the_benchmark_times_every_stage(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["ratio"] == pytest.approx(found["total"] / (6 * found["forward"] + 10))
 
 
-# Repair
+# Repairs
 
 
 def test_a_diff_is_printed_and_nothing_is_written(
     cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The proof has tests of its own, and the next test does not skip it.
+    # Other tests cover the proof, and the next test runs it.
     monkeypatch.setattr("compat.adaptation.repair.repair.is_proved", lambda *_: True)
     before = Path("erf.py").read_text()
     done = cli("adapt", "erf.py:MyGPT", "--model", tiny, "--diff")
@@ -262,7 +262,7 @@ def test_a_fix_is_written(cli: Cli, tiny: Path) -> None:
     assert cli("adapt", "erf.py:MyGPT", "--model", tiny).code == 0
 
 
-def test_a_model_in_a_width_of_its_own_is_not_repaired(cli: Cli, tiny: Path) -> None:
+def test_a_model_that_runs_in_another_width_is_not_repaired(cli: Cli, tiny: Path) -> None:
     path = Path("narrow.py")
     last = "self.norm = nn.LayerNorm"
     edited = Path("erf.py").read_text().replace(f"{last}(width)", f"{last}(40)")
@@ -294,7 +294,7 @@ def test_downloads_fail_at_once_if_the_hub_cannot_be_reached(
     assert done.err.startswith(f"{downloads and not reachable}\n")
 
 
-def test_code_for_a_device_that_the_machine_lacks(cli: Cli, tiny: Path) -> None:
+def test_code_for_an_unavailable_device_is_noted(cli: Cli, tiny: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("the machine has the device")
     source = GPT.replace("torch.arange(ids.shape[1])", "torch.arange(ids.shape[1]).to('cuda')")
@@ -304,9 +304,7 @@ def test_code_for_a_device_that_the_machine_lacks(cli: Cli, tiny: Path) -> None:
     assert "note: your code uses a device that this machine lacks" in done.err
 
 
-def test_without_a_fix_the_findings_are_printed_and_nothing_is_written(
-    cli: Cli, tiny: Path
-) -> None:
+def test_nothing_is_written_if_one_deviation_has_no_fix(cli: Cli, tiny: Path) -> None:
     path = Path("odd.py")
     path.write_text(Path("erf.py").read_text().replace("return self.norm(x)", "return x.sin()"))
     before = path.read_text()
@@ -317,7 +315,7 @@ def test_without_a_fix_the_findings_are_printed_and_nothing_is_written(
     assert "✗" in done.out and path.read_text() == before
 
 
-def test_a_line_of_a_constructor_in_a_notebook(cli: Cli, tiny: Path) -> None:
+def test_the_line_of_a_constructor_in_a_notebook_is_named(cli: Cli, tiny: Path) -> None:
     text = GPT.replace("3 * width)", "3 * width, bias=False)")
     Path("bias.ipynb").write_text(notebook("import torch\nfrom torch import nn", text))
     done = cli("adapt", "bias.ipynb:MyGPT", "--model", tiny)
@@ -327,7 +325,7 @@ def test_a_line_of_a_constructor_in_a_notebook(cli: Cli, tiny: Path) -> None:
     )
 
 
-def test_further_lines_of_a_deviation_are_shown(cli: Cli, tiny: Path) -> None:
+def test_further_lines_of_a_deviation_are_listed(cli: Cli, tiny: Path) -> None:
     text = Path("right.py").read_text().replace("LayerNorm(width)", "LayerNorm(width, eps=1e-6)")
     Path("eps.py").write_text(text)
     lines = [n for n, line in enumerate(text.splitlines(), 1) if "eps=1e-6" in line]
@@ -337,7 +335,7 @@ def test_further_lines_of_a_deviation_are_shown(cli: Cli, tiny: Path) -> None:
     assert also in done.out and "<dt>Also at</dt>" in Path("page.html").read_text()
 
 
-def test_how_the_model_is_called_may_be_passed(cli: Cli, tiny: Path) -> None:
+def test_a_custom_call_of_the_model_can_be_passed(cli: Cli, tiny: Path) -> None:
     text = Path("right.py").read_text().replace("def forward(self, ids):", "def run(self, ids, /):")
     Path("own.py").write_text(f"{text}\n\ndef logits(model, ids):\n    return model.run(ids)\n")
     assert cli("adapt", "own.py:MyGPT", "--model", tiny).code == 3
@@ -349,7 +347,7 @@ def test_how_the_model_is_called_may_be_passed(cli: Cli, tiny: Path) -> None:
     assert done.code == 2 and "--forward" in done.err
 
 
-def test_a_model_with_an_unknown_part(cli: Cli, tiny: Path) -> None:
+def test_a_model_with_an_unknown_part_is_reported(cli: Cli, tiny: Path) -> None:
     old, new = "self.merge(y.transpose", "self.merge(x + y.transpose"
     text = Path("right.py").read_text()
     assert old in text
@@ -360,7 +358,7 @@ def test_a_model_with_an_unknown_part(cli: Cli, tiny: Path) -> None:
     assert "layer 0: 3 projections follow attention at" in " ".join(done.out.split())
 
 
-def test_a_single_part(cli: Cli, tiny: Path) -> None:
+def test_a_single_part_is_adapted(cli: Cli, tiny: Path) -> None:
     done = cli("adapt", "erf.py:Block", "--model", tiny, "--part", "h.1")
     assert done.code == 1
     assert done.out.startswith("✓ mapped 12 of 12 tensors")
@@ -368,13 +366,13 @@ def test_a_single_part(cli: Cli, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_every_deviation_is_explained(code: str) -> None:
+def test_explain_describes_every_deviation(code: str) -> None:
     what, why, fix = explain(code).split("\n\n")
     assert what.endswith(".") and why == EXPLANATIONS[code] and fix.startswith("Fix: ")
     assert "{" not in explain(code)
 
 
-def test_explain(cli: Cli) -> None:
+def test_explain_suggests_the_nearest_code(cli: Cli) -> None:
     done = cli("explain", "erf_gelu")
     assert done.code == 0 and done.out.startswith("erf_gelu: breaks parity\n")
     assert EXPLANATIONS["erf_gelu"].split()[-1] in done.out

@@ -1,4 +1,4 @@
-"""`adapt` on the command line: how a model is built, what is refused, and the exit codes."""
+"""`adapt` on the command line: how the model is built, what is refused, and the exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.command_line import Cli
 
 @pytest.fixture(autouse=True)
 def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory is a project of models, right and wrong."""
+    """Change to a folder with compatible and incompatible models."""
     write_project(tmp_path)
     monkeypatch.chdir(tmp_path)
 
@@ -28,7 +28,7 @@ def test_kwargs_are_passed_to_the_constructor(cli: Cli, tiny: Path) -> None:
     assert "n_head_mismatch" in done.out
 
 
-def test_function_that_returns_the_model(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+def test_a_function_can_return_the_model(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     sizes = "vocab_size n_positions n_embd n_head n_layer".split()
     arguments = ", ".join(f"config.{size}" for size in sizes)
     make_model = f"\n\ndef make_model(config):\n    return MyGPT({arguments})\n"
@@ -36,7 +36,7 @@ def test_function_that_returns_the_model(cli: Cli, tiny: Path, tmp_path: Path) -
     assert cli("adapt", "made.py:make_model", "--model", tiny).code == 0
 
 
-def test_a_config_of_the_file(cli: Cli, tiny: Path) -> None:
+def test_a_config_of_the_file_can_be_named(cli: Cli, tiny: Path) -> None:
     argv = ("adapt", "configured.py:Configured", "--model", tiny, "--config-name")
     assert cli(*argv, "CONFIG").code == 0
     small = cli(*argv, "SMALL")
@@ -46,7 +46,7 @@ def test_a_config_of_the_file(cli: Cli, tiny: Path) -> None:
     assert "SMALL" in large.err
 
 
-# What it refuses
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_a_config_of_the_file(cli: Cli, tiny: Path) -> None:
         (["--html", "no/such/folder/page.html"], "no/such/folder"),
     ],
 )
-def test_wrong_usage_is_2(cli: Cli, options: list[str], named: str) -> None:
-    """This is reported before any of the model's code is run."""
+def test_wrong_usage_exits_with_2(cli: Cli, options: list[str], named: str) -> None:
+    """The error is reported before any code of the model is executed."""
     done = cli("adapt", "right.py:MyGPT", *options)
     assert (done.code, done.out) == (2, "")
     assert named in done.err
@@ -79,7 +79,7 @@ def test_wrong_usage_is_2(cli: Cli, options: list[str], named: str) -> None:
         ("what is this", "FILE.py:Class"),
     ],
 )
-def test_an_invalid_model_is_3(
+def test_an_invalid_model_exits_with_3(
     cli: Cli, tiny: Path, target: str, named: str, as_json: list[str]
 ) -> None:
     done = cli("adapt", target, "--model", tiny, *as_json)
@@ -88,27 +88,27 @@ def test_an_invalid_model_is_3(
     assert named in done.err
 
 
-def test_a_model_that_is_not_a_gpt2_is_1(cli: Cli, tiny: Path) -> None:
+def test_a_model_that_is_not_a_gpt2_exits_with_1(cli: Cli, tiny: Path) -> None:
     done = cli("adapt", "other.py:MyGPT", "--model", tiny)
     assert done.code == 1 and "✗ mapped 0 of 40 tensors" in done.out
     assert "so it has no attention and is not a GPT-2" in " ".join(done.out.split())
 
 
-def test_a_constructor_that_raises_is_3(cli: Cli, tiny: Path) -> None:
+def test_a_constructor_that_raises_exits_with_3(cli: Cli, tiny: Path) -> None:
     done = cli("adapt", "right.py:MyGPT", "--model", tiny, "--kwargs", '{"layers": "three"}')
     assert (done.code, done.out) == (3, "")
     assert "right.py" in done.err
     assert "layers" in done.err
 
 
-def test_a_bad_checkpoint_is_3(cli: Cli, tmp_path: Path) -> None:
+def test_a_bad_checkpoint_exits_with_3(cli: Cli, tmp_path: Path) -> None:
     done = cli("adapt", "right.py:MyGPT", "--model", tmp_path)
     assert (done.code, done.out) == (3, "")
     assert str(tmp_path) in done.err
 
 
 @pytest.mark.parametrize(("error", "code"), [(HubError("no route"), 4), (KeyboardInterrupt(), 130)])
-def test_no_network_is_4_and_ctrl_c_is_130(
+def test_no_network_exits_with_4_and_ctrl_c_with_130(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
 ) -> None:
     def fail(*args: object) -> NoReturn:
@@ -120,7 +120,7 @@ def test_no_network_is_4_and_ctrl_c_is_130(
     assert "Traceback" not in done.err
 
 
-def test_ctrl_c_while_the_model_runs_is_130(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_the_model_runs_exits_with_130(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "stopped.py").write_text(GPT.replace('print("called")', "raise KeyboardInterrupt"))
     done = cli("adapt", "stopped.py:MyGPT", "--model", tiny)
     assert (done.code, done.out) == (130, "")

@@ -1,4 +1,4 @@
-"""`adapt --summary`: one row for each file, whatever the files do."""
+"""`adapt --summary` prints one row for each file, even if a file fails or never ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rows_of(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(StringIO(text)))
 
 
-def test_a_table_of_several_files(cli: Cli, tiny: Path, project: Path) -> None:
+def test_several_files_are_summarized_in_a_table(cli: Cli, tiny: Path, project: Path) -> None:
     page = project / "table.html"
     files = ("erf.py:MyGPT", "missing.py")
     done = cli("adapt", *files, "--summary", "--model", tiny, "--html", page)
@@ -40,14 +40,14 @@ def test_a_table_of_several_files(cli: Cli, tiny: Path, project: Path) -> None:
     assert all(file in shown for file in files) and "erf_gelu" in shown
 
 
-def test_a_file_that_never_ends(project: Path) -> None:
+def test_a_file_that_never_ends_is_reported(project: Path) -> None:
     (project / "endless.py").write_text("import time\ntime.sleep(600)\n")
     [row] = adapt_summary.summarize(["endless.py"], ["--model", "demo"], 3)
     assert row[:2] == ["endless.py", "not finished in 3 s"] and float(row[-1]) < 60
 
 
-def test_a_compatible_model(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A finding that is a mere note does not appear."""
+def test_a_compatible_model_has_no_codes(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Findings of severity `info` are omitted."""
     findings = [{"code": "train_mode", "severity": "info", "line": 3}]
     found = {"findings": findings, "parity": {"first_divergence": None}, "mapped": 4, "tensors": 4}
     limits: list[float] = []
@@ -73,7 +73,7 @@ def test_a_compatible_model(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         (2, "", "Usage: …\n╭─ Error ─╮\n│ No such option │\n╰──╯\n", "error: No such option"),
     ],
 )
-def test_a_process_without_a_result(
+def test_a_process_without_a_result_is_reported_as_an_error(
     monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str, expected: str
 ) -> None:
     monkeypatch.setattr(adapt_summary, "_run", lambda argv, limit: (code, out, err))
@@ -86,7 +86,7 @@ def test_a_csv_cell_is_never_a_formula(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.splitlines()[1] == "'=cmd(),compatible"
 
 
-def test_wrong_usage(cli: Cli, tiny: Path, project: Path) -> None:
+def test_wrong_usage_exits_with_2(cli: Cli, tiny: Path, project: Path) -> None:
     assert cli("adapt", "a.py", "b.py", "c.py").code == 2
     for option in ("--fix", "--diff", "--json", "--emit-map"):
         assert cli("adapt", "a.py", "b.py", "--summary", option).code == 2

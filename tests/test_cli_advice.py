@@ -1,4 +1,4 @@
-"""No message names an option that the command which shows it does not have."""
+"""Messages name only options that exist in the command that prints them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GROUP = typer.main.get_command(app)
 OPTIONS = {
     name: {option for parameter in command.params for option in parameter.opts}
     for name, command in GROUP.commands.items()  # type: ignore[attr-defined]
-    if name != "explain"  # reads no checkpoint
+    if name != "explain"  # does not read a checkpoint
 }
-# Which commands show the messages of a part of the library; all of them, unless listed here.
-REACHED_BY = {
+# The commands that print the messages of a part of compat; parts that are not listed: all commands.
+PRINTED_BY = {
     "user_models": {"adapt"},
     "adaptation": {"adapt"},
     "generation": {"generate"},
@@ -47,13 +47,13 @@ REACHED_BY = {
     "cli/parity.py": {"parity"},
     "cli/prompt_file.py": {"generate"},
 }
-OF_COMPILERS = {"decoding/native_library.py": {"--version"}}
-SHARED = ("app.py", "options.py")  # options that not every command has, and those of the program
+COMPILER_OPTIONS = {"decoding/native_library.py": {"--version"}}
+SHARED = ("app.py", "options.py")  # with options of only some commands, and of the program
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.name not in SHARED)
 
 
 def mentioned(path: Path) -> set[str]:
-    """The options named in the strings of a file, without docstrings and commands in full."""
+    """Return the options named in a file's strings, except in docstrings and complete commands."""
     tree = ast.parse(path.read_text())
     docs = {
         node.body[0].value
@@ -68,15 +68,15 @@ def mentioned(path: Path) -> set[str]:
     ]
     strings = [re.sub(r"(gpt2-compat \w+|torchrun) --[^.;]*", "", text) for text in strings]
     found = {option for text in strings for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)}
-    return found - OF_COMPILERS.get(str(path.relative_to(ROOT)), set())
+    return found - COMPILER_OPTIONS.get(str(path.relative_to(ROOT)), set())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_options_in_messages_exist_in_the_commands_that_print_them(path: Path) -> None:
     place = path.relative_to(ROOT).as_posix()
-    commands = REACHED_BY.get(place, REACHED_BY.get(place.partition("/")[0], set(OPTIONS)))
+    commands = PRINTED_BY.get(place, PRINTED_BY.get(place.partition("/")[0], set(OPTIONS)))
     for command in commands:
-        assert mentioned(path) <= OPTIONS[command], f"{place}, under {command}"
+        assert mentioned(path) <= OPTIONS[command], f"{place}, printed by {command}"
 
 
 SOURCES = {
@@ -96,7 +96,7 @@ SOURCES = {
 def test_the_suggested_option_for_heads_works(
     cli: Cli, tmp_path: Path, state: State, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every command has --n-head, which is what a file without a config lacks."""
+    """A file without a config lacks the number of heads; every command accepts --n-head."""
     monkeypatch.chdir(tmp_path)
     if command == "compare":
         compat.golden("demo", "golden.npz", taps="logits", input_ids=[[1, 2]])
@@ -104,15 +104,15 @@ def test_the_suggested_option_for_heads_works(
     head = {"lm_head.weight": state["wte.weight"] + 1}
     torch.save(linear({**state, **head, **masks()}), tmp_path / "model.pt")
     rest = [tmp_path / "exported"] if command == "export" else []
-    without = cli(*SOURCES[command], tmp_path, *rest)
-    assert without.code == 3
-    assert "(--n-head)" in without.out + without.err
-    given = cli(*SOURCES[command], tmp_path, *rest, "--n-head", 4)
-    assert given.code in (0, 3)
-    assert "--n-head" not in given.out + given.err
+    without_option = cli(*SOURCES[command], tmp_path, *rest)
+    assert without_option.code == 3
+    assert "(--n-head)" in without_option.out + without_option.err
+    with_option = cli(*SOURCES[command], tmp_path, *rest, "--n-head", 4)
+    assert with_option.code in (0, 3)
+    assert "--n-head" not in with_option.out + with_option.err
 
 
-def test_export_takes_a_revision_and_verifies(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+def test_export_accepts_revision_and_verify(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     for option in (["--revision", "main"], ["--verify"]):
         done = cli("export", tiny, tmp_path / "exported", *option)
         assert done.code == 3

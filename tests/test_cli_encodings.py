@@ -1,4 +1,4 @@
-"""Output in encodings that lack ✓: every command, as text and as JSON, in its own process."""
+"""Output in encodings that lack ✓: all commands, as text and as JSON, in separate processes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from tests.command_line import ROOT
 from tests.forked import Forked
 
 DEMO = Path(compat.__file__).parent / "demo"
-STREAMS = ("ascii", "cp1252")  # what Python takes from PYTHONIOENCODING
+STREAMS = ("ascii", "cp1252")  # values of PYTHONIOENCODING
 LOCALES = {
     "C locale": {"LC_ALL": "C"},
     "C locale in ASCII": {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
 }
-COMPLETE = ("ascii",)  # with the commands that take seconds
+COMPLETE = ("ascii",)  # encodings with which slow commands are tested, too
 CODECS = {"cp1252": "cp1252", "C locale": "utf-8"}
 START = (
-    "import json, sys; from tests.test_cli_encodings import in_turn; in_turn(*json.load(sys.stdin))"
+    "import json, sys; from tests.test_cli_encodings import run_in_turn; "
+    "run_in_turn(*json.load(sys.stdin))"
 )
 
 
-def in_turn(commands: list[list[str]], folder: str, encoding: str | None = None) -> None:
-    """Run each command, and print its exit code after its output."""
+def run_in_turn(commands: list[list[str]], folder: str, encoding: str | None = None) -> None:
+    """Run the commands, and print the exit code of each after its output."""
     os.chdir(folder)
     if encoding is not None:
         sys.stdout = open(1, "w", encoding=encoding, errors="strict", closefd=False)
@@ -45,10 +46,10 @@ def in_turn(commands: list[list[str]], folder: str, encoding: str | None = None)
 
 
 def run_all(commands: list[list[str]], folder: Path, encoding: str) -> list[tuple[int, str, str]]:
-    """The exit code, stdout and stderr of each command."""
+    """Return the exit code, stdout and stderr of each command."""
     codec = CODECS.get(encoding, "ascii")
     if encoding in STREAMS:
-        forked = Forked(in_turn, commands, str(folder), encoding, of_tests=True)
+        forked = Forked(run_in_turn, commands, str(folder), encoding, of_tests=True)
         code, out, err = forked.wait(300, codec)
     else:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHONIO"))}
@@ -66,7 +67,7 @@ def run_all(commands: list[list[str]], folder: Path, encoding: str) -> list[tupl
     return [(int(code), out.strip(), err.strip()) for (code, _), (_, out), (_, err) in texts]
 
 
-def test_a_locale_whose_file_names_are_ascii(tmp_path: Path) -> None:
+def test_commands_run_in_a_locale_with_ascii_file_names(tmp_path: Path) -> None:
     commands = [["load"], ["parity"], ["inspect", "demo"], ["generate", "The", "--json"]]
     for code, out, err in run_all(commands, tmp_path, "C locale in ASCII"):
         assert (code, "Traceback" in err) == (0, False)
@@ -74,7 +75,7 @@ def test_a_locale_whose_file_names_are_ascii(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", [*STREAMS, "C locale"])
-def test_no_command_crashes(tmp_path: Path, encoding: str) -> None:
+def test_no_command_fails_to_encode_its_output(tmp_path: Path, encoding: str) -> None:
     named = shutil.copytree(DEMO, tmp_path / "Prüfung ✓")
     unnamed = shutil.copytree(DEMO, tmp_path / "of bytes \udcff")
     text = GPT.replace(f"{TANH})", "F.gelu(self.up(self.norm_2(x))))  # ✓ größer").replace(

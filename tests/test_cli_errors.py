@@ -1,4 +1,4 @@
-"""Exit codes: no parity, wrong usage, bad input, interruptions; and the scripts."""
+"""Exit codes for missing parity, wrong usage, bad input and interruptions; and the scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ each_command = pytest.mark.parametrize("command", COMMANDS)
 
 @pytest.fixture
 def unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A classic mistake in the linear dialect: unbiased variance, divided by C − 1."""
+    """Introduce a common mistake in the linear dialect: unbiased variance, divided by C − 1."""
 
     def forward(self: linear.LayerNorm, x: Tensor) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
@@ -36,7 +36,7 @@ def unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unbiased")
-def test_no_parity_is_exit_code_1_and_names_the_first_divergence(cli: Cli, tiny: Path) -> None:
+def test_no_parity_exits_with_1_and_names_the_first_divergence(cli: Cli, tiny: Path) -> None:
     done = cli("parity", "--model", tiny, "--json")
     found = done.json()
     assert (done.code, found["passed"], found["first_divergence"]) == (1, False, "h.0.ln_1")
@@ -49,7 +49,7 @@ def test_no_parity_is_exit_code_1_and_names_the_first_divergence(cli: Cli, tiny:
 
 
 @pytest.mark.usefixtures("unbiased")
-def test_exit_code_1_if_one_of_two_dialects_has_no_parity(cli: Cli, tiny: Path) -> None:
+def test_parity_exits_with_1_if_one_of_two_dialects_fails(cli: Cli, tiny: Path) -> None:
     done = cli("parity", "--model", tiny, "--all", "--json")
     assert done.code == 1
     assert [report["passed"] for report in done.json()] == [False, True]
@@ -81,10 +81,10 @@ def test_exit_code_1_if_one_of_two_dialects_has_no_parity(cli: Cli, tiny: Path) 
         (["generate", "The", "--temperature", "warm"], "--temperature"),
     ],
 )
-def test_wrong_usage_is_2(cli: Cli, argv: list[str], named: str) -> None:
+def test_wrong_usage_exits_with_2(cli: Cli, argv: list[str], named: str) -> None:
     done = cli(*argv)
     assert (done.code, done.out) == (2, "")
-    assert named in re.sub(r"\x1b\[[\d;]*m", "", done.err)  # colours, if they are forced
+    assert named in re.sub(r"\x1b\[[\d;]*m", "", done.err)  # without forced colours
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_wrong_usage_is_2(cli: Cli, argv: list[str], named: str) -> None:
         (["--seed", 2**80], ["seed"]),
     ],
 )
-def test_a_request_that_cannot_be_fulfilled_is_2(
+def test_a_request_that_cannot_be_fulfilled_exits_with_2(
     cli: Cli, options: list[object], named: list[str]
 ) -> None:
     done = cli("generate", "The", *options)
@@ -113,14 +113,14 @@ def test_a_request_that_cannot_be_fulfilled_is_2(
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
-def test_more_tokens_than_fit_into_the_context_are_2(cli: Cli, as_json: list[str]) -> None:
+def test_more_tokens_than_fit_into_the_context_exit_with_2(cli: Cli, as_json: list[str]) -> None:
     n, T = load_pretrained("demo").config.n_positions, len(load_tokenizer("demo").encode("The"))
     done = cli("generate", "The", "--max-new-tokens", n, *as_json)
     assert (done.code, done.out) == (2, "")
     assert all(f"{words}" in done.err for words in (f"{T} prompt", n, n + T))
 
 
-def test_a_prompt_that_fills_the_context_is_2(cli: Cli) -> None:
+def test_a_prompt_that_fills_the_context_exits_with_2(cli: Cli) -> None:
     n = load_pretrained("demo").config.n_positions
     prompt = "The " * n
     T = len(load_tokenizer("demo").encode(prompt))
@@ -132,7 +132,7 @@ def test_a_prompt_that_fills_the_context_is_2(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
-def test_a_parity_check_longer_than_the_context_is_2(
+def test_a_parity_check_longer_than_the_context_exits_with_2(
     cli: Cli, tiny: Path, as_json: list[str]
 ) -> None:
     done = cli("parity", "--model", tiny, "--length", 33, *as_json)
@@ -142,7 +142,7 @@ def test_a_parity_check_longer_than_the_context_is_2(
 
 
 @each_command
-def test_a_bad_checkpoint_is_3(cli: Cli, tiny: Path, tmp_path: Path, command: str) -> None:
+def test_a_bad_checkpoint_exits_with_3(cli: Cli, tiny: Path, tmp_path: Path, command: str) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     broken = shutil.copytree(tiny, tmp_path / "broken")
@@ -157,16 +157,16 @@ def test_a_bad_checkpoint_is_3(cli: Cli, tiny: Path, tmp_path: Path, command: st
 
 
 @pytest.mark.parametrize("argv", [["generate", "The"], ["parity", "--text", "The"]])
-def test_a_checkpoint_without_tokenizer_is_3(cli: Cli, tiny: Path, argv: list[str]) -> None:
+def test_a_checkpoint_without_tokenizer_exits_with_3(cli: Cli, tiny: Path, argv: list[str]) -> None:
     done = cli(*argv, "--model", tiny)
     assert (done.code, done.out) == (3, "")
     assert "tokenizer.json" in done.err
 
 
-def test_a_folder_that_does_not_exist_is_3(
+def test_a_folder_that_does_not_exist_exits_with_3(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not looked up on the hub."""
+    """The folder is not looked up on the hub."""
     monkeypatch.chdir(tmp_path)
     for argv in (
         ["load", "--model"],
@@ -187,14 +187,14 @@ def failing_with(error: BaseException) -> Callable[..., NoReturn]:
 
 
 @each_command
-def test_no_network_is_4(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_no_network_exits_with_4(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setattr("compat.checkpoint.find.fetch", failing_with(HubError("no route")))
     done = cli(command, *COMMANDS[command], "--model", "some/model")
     assert (done.code, done.out, done.err) == (4, "", "error: no route\n")
 
 
 @each_command
-def test_ctrl_c_is_130(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_ctrl_c_exits_with_130(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setattr("compat.checkpoint.find.fetch", failing_with(KeyboardInterrupt()))
     done = cli(command, *COMMANDS[command], "--model", "some/model")
     assert (done.code, done.out) == (130, "")
@@ -202,10 +202,10 @@ def test_ctrl_c_is_130(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) 
     assert "Traceback" not in done.err
 
 
-# The scripts, as programs
+# The scripts
 
 
-def test_the_scripts_are_the_commands(tiny: Path) -> None:
+def test_the_scripts_run_the_commands(tiny: Path) -> None:
     load = script("load", "--model", tiny, "--json")
     assert (load.returncode, load.stderr) == (0, "")
     stored = [entry["tensor"] for entry in json.loads(load.stdout)["tensors"]]
@@ -215,7 +215,7 @@ def test_the_scripts_are_the_commands(tiny: Path) -> None:
     assert parity.stdout.startswith("✓ linear")
 
 
-def test_a_prompt_that_is_not_utf8_is_2_without_traceback() -> None:
+def test_a_prompt_that_is_not_utf8_exits_with_2_without_a_traceback() -> None:
     done = script("generate", os.fsdecode(b"a\xff"), "--max-new-tokens", 3)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: the prompt cannot be encoded")
@@ -246,16 +246,16 @@ def test_a_closed_pipe_is_not_an_error(tiny: Path) -> None:
          ("--batch-size", "--speculate")),
     ],
 )  # fmt: skip
-def test_options_that_would_ignore_one_another(
+def test_conflicting_options_exit_with_2(
     cli: Cli, tmp_path: Path, argv: list[str], named: tuple[str, str]
 ) -> None:
-    """Known from the options alone, before a checkpoint is looked for."""
+    """They are refused before a checkpoint is searched for."""
     done = cli(*argv, "--model", tmp_path / "none")
     assert done.code == 2 and done.out == ""
     for option in named:
         assert option in done.err
 
 
-def test_options_that_go_together(cli: Cli, tiny: Path) -> None:
+def test_compatible_options_can_be_combined(cli: Cli, tiny: Path) -> None:
     assert cli("parity", "--model", tiny, "--batch", 1, "--length", 9, "--seed", 3).code == 0
     assert cli("parity", "--model", tiny, "--dialect", "conv1d", "--quiet").code == 0

@@ -9,8 +9,8 @@ import torch
 
 import compat
 from tests.command_line import Cli, script
-from tests.loading_common import both_dialects, identical
-from tests.saving_common import in_transformers, stored
+from tests.loading_common import both_dialects, check_identical
+from tests.saving_common import open_in_transformers, stored_tensors
 from tests.test_atomic import contents
 
 DEMO = Path(compat.__file__).parent / "demo"
@@ -29,12 +29,12 @@ def test_export_writes_the_checkpoint_with_its_tokenizer(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
     assert all(name in done.out for name in FILES)
     assert f"demo → {tmp_path / 'out'}: 957,184 values in float32, through {dialect}" in done.out
-    identical(stored(tmp_path / "out"), stored(DEMO))
+    check_identical(stored_tensors(tmp_path / "out"), stored_tensors(DEMO))
     for name in ("vocab.json", "merges.txt"):
         assert (tmp_path / "out" / name).read_bytes() == (DEMO / name).read_bytes()
 
 
-def test_export_as_json(cli: Cli, tmp_path: Path) -> None:
+def test_export_prints_a_summary_as_json(cli: Cli, tmp_path: Path) -> None:
     done = cli("export", "demo", tmp_path, "--json", "--max-shard-size", "2MB")
     found = done.json()
     assert {name: (tmp_path / name).stat().st_size for name in found["files"]} == found["files"]
@@ -53,28 +53,30 @@ def test_export_as_json(cli: Cli, tmp_path: Path) -> None:
 
 @both_dialects
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_export_in_another_data_type(
+def test_export_converts_the_data_type(
     cli: Cli, tmp_path: Path, tiny: Path, dialect: str, dtype: str
 ) -> None:
     kind = getattr(torch, dtype)
     assert cli("export", tiny, tmp_path, "--dtype", dtype, "--dialect", dialect).code == 0
-    identical(stored(tmp_path), {name: t.to(kind) for name, t in stored(tiny).items()})
-    assert in_transformers(tmp_path).dtype == kind
+    check_identical(
+        stored_tensors(tmp_path), {name: t.to(kind) for name, t in stored_tensors(tiny).items()}
+    )
+    assert open_in_transformers(tmp_path).dtype == kind
 
 
-def test_export_onto_its_source(tmp_path: Path) -> None:
-    """As a user would run it, in its own process."""
+def test_export_can_overwrite_its_source(tmp_path: Path) -> None:
+    """The command runs in a separate process, as for a user."""
     folder = tmp_path / "model"
     folder.mkdir()
     for name, content in contents(DEMO).items():
         assert isinstance(content, bytes)
         if "/" not in name:
             (folder / name).write_bytes(content)
-    before = stored(folder)
+    before = stored_tensors(folder)
     before = {name: tensor.clone() for name, tensor in before.items()}
     done = script("export", folder, folder, "--max-shard-size", "1MB")
     assert (done.returncode, done.stderr) == (0, "")
-    identical(stored(folder), before)
+    check_identical(stored_tensors(folder), before)
     assert not (folder / "model.safetensors").exists()
     assert (folder / "README.md").exists() and (folder / "vocab.json").exists()
 
@@ -88,14 +90,14 @@ def test_notes_go_to_stderr(cli: Cli, tmp_path: Path, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["5 bananas", "0", "-1", ""])
-def test_an_invalid_size_is_wrong_usage(cli: Cli, tmp_path: Path, size: str) -> None:
+def test_an_invalid_size_exits_with_2(cli: Cli, tmp_path: Path, size: str) -> None:
     done = cli("export", "demo", tmp_path / "new", f"--max-shard-size={size}")
     assert done.code == 2
     assert "max_shard_size is" in done.err.replace("\n", " ")
     assert not (tmp_path / "new").exists()
 
 
-def test_a_destination_that_cannot_be_written_is_bad_input(cli: Cli, tmp_path: Path) -> None:
+def test_a_destination_that_cannot_be_written_exits_with_3(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     done = cli("export", "demo", tmp_path / "file")
     assert (done.code, done.out) == (3, "")
@@ -105,7 +107,7 @@ def test_a_destination_that_cannot_be_written_is_bad_input(cli: Cli, tmp_path: P
     )
 
 
-def test_a_source_that_does_not_exist_is_bad_input(cli: Cli, tmp_path: Path) -> None:
+def test_a_source_that_does_not_exist_exits_with_3(cli: Cli, tmp_path: Path) -> None:
     done = cli("export", tmp_path / "nothing", tmp_path / "new")
     assert (done.code, done.out) == (3, "")
     assert not (tmp_path / "new").exists()

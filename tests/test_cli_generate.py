@@ -1,4 +1,4 @@
-"""`generate` for one prompt: its options, several texts, and interactive use."""
+"""`generate` for a single prompt: its options, several texts, and interactive use."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def test_every_option_reaches_the_library(
 
 
 def test_these_options_change_the_text(cli: Cli, folder: Path) -> None:
-    """Otherwise the test above could pass although an option has no effect."""
+    """Otherwise the previous test could pass although an option has no effect."""
     argv = ("generate", "O king", "--model", folder, "--max-new-tokens", 50, "--seed", 5)
     plain = cli(*argv).out
     for options in (("--min-p", 0.9), ("--repetition-penalty", 9), ("--stop", plain[9])):
         assert cli(*argv, *options).out != plain
 
 
-def test_several_texts_of_a_prompt(cli: Cli, folder: Path) -> None:
+def test_n_texts_of_a_prompt_are_printed(cli: Cli, folder: Path) -> None:
     argv = ("generate", "O", "--model", folder, "--n", 3, "--seed", 2, "--max-new-tokens", 9)
-    made = expected(folder, "O", sampling=Sampling(0.8), n=3, seed=2, max_new_tokens=9)
-    assert cli(*argv, "--json").json() == made
+    expected_texts = expected(folder, "O", sampling=Sampling(0.8), n=3, seed=2, max_new_tokens=9)
+    assert cli(*argv, "--json").json() == expected_texts
     done = cli(*argv)
-    assert done.out == "".join(found["text"] + "\n" for found in made)
+    assert done.out == "".join(found["text"] + "\n" for found in expected_texts)
     assert "text 3 of 3" in done.err and "27 tokens" in done.err
 
 
@@ -73,14 +73,14 @@ def test_a_sliding_context_is_reported(cli: Cli, folder: Path) -> None:
     argv = ("generate", "O", "--model", folder, "--temperature", 0, "--max-new-tokens", 90)
     assert cli(*argv).code == 2
     done = cli(*argv, "--overflow", "slide")
-    made = expected(folder, "O", max_new_tokens=90, overflow="slide")[0]
-    assert (done.code, done.out) == (0, made["text"] + "\n")
-    assert made["dropped"] == 33
+    expected_texts = expected(folder, "O", max_new_tokens=90, overflow="slide")[0]
+    assert (done.code, done.out) == (0, expected_texts["text"] + "\n")
+    assert expected_texts["dropped"] == 33
     assert "note: the context was full. Its oldest 33 tokens" in done.err
     assert "dropped" not in cli(*argv[:-1], 20, "--overflow", "slide").err
 
 
-def test_non_finite_logits_are_2_and_name_the_layer(
+def test_non_finite_logits_exit_with_2_and_name_the_layer(
     cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_pretrained(folder)
@@ -91,8 +91,8 @@ def test_non_finite_logits_are_2_and_name_the_layer(
     assert "h.1.ln_2 is the first hidden state that contains NaN" in done.err
 
 
-class Typed(io.BytesIO):
-    """Typed lines, one of which may be Ctrl-C."""
+class TypedLines(io.BytesIO):
+    """Lines typed on a terminal; the line `^C` raises KeyboardInterrupt."""
 
     def readline(self, *args: Any) -> bytes:
         line = super().readline()
@@ -104,12 +104,12 @@ class Typed(io.BytesIO):
 def converse(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, typed: bytes, folder: Path, *options: object
 ) -> Any:
-    stdin = io.TextIOWrapper(Typed(typed))
+    stdin = io.TextIOWrapper(TypedLines(typed))
     monkeypatch.setattr("sys.stdin", stdin)
     return cli("generate", "--interactive", "--model", folder, *GREEDY, *options)
 
 
-def test_a_conversation_continues_every_line_until_its_end(
+def test_a_conversation_continues_each_line_until_the_input_ends(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     done = converse(cli, monkeypatch, "O\nKöng \r\nlast".encode(), folder)
@@ -135,43 +135,43 @@ def test_ctrl_c_at_the_prompt_ends_the_conversation(
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Ctrl-C in the n-th call that samples a token, counted from 1, without draft tokens."""
-    left, draw = [call], Sampling.draw
+    """Raise KeyboardInterrupt in the n-th call that samples a token, counted from 1."""
+    remaining, draw = [call], Sampling.draw
 
     def interrupted(self: Sampling, *args: Any) -> Any:
-        left[0] -= 1
-        if not left[0]:
+        remaining[0] -= 1
+        if not remaining[0]:
             raise KeyboardInterrupt
         return draw(self, *args)
 
     monkeypatch.setattr(Sampling, "draw", interrupted)
 
 
-def test_ctrl_c_in_a_text_keeps_it_and_returns_to_the_prompt(
+def test_ctrl_c_during_generation_keeps_the_text_and_returns_to_the_prompt(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    """The first text is interrupted after 7 tokens, its end held back for a stop string."""
-    begun = expected(folder, "x", max_new_tokens=7)[0]["text"]
-    stop = begun[-1] + "never"
-    whole = expected(folder, "x", stop=[stop])[0]["text"]
+    """After 7 tokens, the end of the first text is withheld because it may begin a stop string."""
+    partial = expected(folder, "x", max_new_tokens=7)[0]["text"]
+    stop = partial[-1] + "never"
+    complete = expected(folder, "x", stop=[stop])[0]["text"]
     interrupt_at(monkeypatch, 8)
     options = ("--speculate", "off", "--stop", stop)
     done = converse(cli, monkeypatch, b"x\nx\n", folder, *options)
-    assert (done.code, done.out) == (0, f"{begun}\n{whole}\n")
+    assert (done.code, done.out) == (0, f"{partial}\n{complete}\n")
     assert "stopped. Press Ctrl-C again" in done.err
 
 
-def test_ctrl_c_prints_the_json_so_far(
+def test_ctrl_c_prints_the_incomplete_result_as_json(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    begun = expected(folder, "x", max_new_tokens=7, logprobs=True)[0]
+    partial = expected(folder, "x", max_new_tokens=7, logprobs=True)[0]
     options = ("--model", folder, *GREEDY, "--json", "--logprobs", "--speculate", "off")
     interrupt_at(monkeypatch, 8)
     done = cli("generate", "x", *options)
     found = done.json()
     assert found.pop("tokens_per_second") > 0
-    assert (done.code, found) == (130, {**begun, "finish_reason": "interrupted"})
+    assert (done.code, found) == (130, {**partial, "finish_reason": "interrupted"})
     interrupt_at(monkeypatch, 8)
     done = cli("generate", "x", *options, "--n", 2)
     assert done.code == 130
-    assert done.json() == [{**begun, "finish_reason": "interrupted", "logprobs": ANY}] * 2
+    assert done.json() == [{**partial, "finish_reason": "interrupted", "logprobs": ANY}] * 2

@@ -1,4 +1,4 @@
-"""The command `inspect` and its script, which is named like a module of the standard library."""
+"""The command `inspect` and its script, which shares its name with a standard library module."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.test_cli_errors import failing_with
 
 
 def lines(text: str) -> dict[str, str]:
-    """The text behind each label."""
+    """Return the text after each label."""
     rows = [line.strip().split("  ", 1) for line in text.splitlines()[1:]]
     return {row[0]: row[1].strip() for row in rows if len(row) == 2}
 
 
-def test_the_demo(cli: Cli) -> None:
+def test_inspect_describes_the_demo(cli: Cli) -> None:
     done = cli("inspect", "demo")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("demo  ✓ would load\n")
@@ -41,7 +41,7 @@ def test_the_demo(cli: Cli) -> None:
     assert shown.keys() & {"names", "notes", "error"} == set()
 
 
-def test_json(cli: Cli, tiny: Path) -> None:
+def test_inspect_prints_json(cli: Cli, tiny: Path) -> None:
     done = cli("inspect", tiny, "--json")
     found = done.json()
     assert (done.code, found["loads"], found["error"]) == (0, True, None)
@@ -50,7 +50,7 @@ def test_json(cli: Cli, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
-def test_a_checkpoint_that_would_not_load_is_3_with_the_error_on_stdout(
+def test_a_checkpoint_that_would_not_load_exits_with_3_and_the_error_on_stdout(
     cli: Cli, write: Write, state: State, as_json: list[str]
 ) -> None:
     folder = write(state, n_layer=2, n_inner=None)
@@ -91,26 +91,28 @@ def test_unprintable_names_are_escaped(cli: Cli, write: Write, state: State) -> 
     assert "'\\x1b[31mred'" in lines(done.out)["names"]
 
 
-def test_no_network_is_4(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network_exits_with_4(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compat.checkpoint.find.fetch", failing_with(HubError("no route")))
     done = cli("inspect", "some/model")
     assert (done.code, done.out, done.err) == (4, "", "error: no route\n")
 
 
-def test_the_script_is_the_command(tiny: Path) -> None:
+def test_the_script_runs_the_command(tiny: Path) -> None:
     done = script("inspect", tiny, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["loads"]
     assert len((ROOT / "scripts/inspect.py").read_text().splitlines()) <= 15
 
 
-def test_other_scripts_find_pythons_own_inspect(tmp_path: Path) -> None:
-    """Python looks for a module beside the script first."""
-    asking = tmp_path / "asking.py"
-    asking.write_text("import dataclasses, inspect\nprint(inspect.__file__, inspect.Signature)")
+def test_other_scripts_import_inspect_of_the_standard_library(tmp_path: Path) -> None:
+    """Python searches the folder of the running script first."""
+    importing = tmp_path / "importing.py"
+    importing.write_text("import dataclasses, inspect\nprint(inspect.__file__, inspect.Signature)")
 
     def run() -> str | None:
-        done = subprocess.run([sys.executable, asking], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, importing], capture_output=True, text=True, check=False
+        )
         return done.stdout if done.returncode == 0 else None
 
     alone = run()
@@ -118,4 +120,4 @@ def test_other_scripts_find_pythons_own_inspect(tmp_path: Path) -> None:
     shutil.copy(ROOT / "scripts/inspect.py", tmp_path)
     assert run() == alone
     (tmp_path / "inspect.py").write_text("")
-    assert run() is None, "nothing is looked for beside the script, so this test shows nothing"
+    assert run() is None, "Python does not search the script's folder, so this test is void"

@@ -29,7 +29,7 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Panic(BaseException):
-    """Like a panic of an extension in Rust."""
+    """A BaseException like a panic of a Rust extension."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -38,7 +38,7 @@ class Panic(BaseException):
               AssertionError(), Panic("unwrap")],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
-def test_an_internal_error_is_70_in_one_line(
+def test_an_internal_error_exits_with_70_and_prints_one_line(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, error: BaseException
 ) -> None:
     opener = "inspect_checkpoint" if command == "inspect" else "open_checkpoint"
@@ -59,14 +59,16 @@ def test_the_traceback_is_printed_on_request(cli: Cli, monkeypatch: pytest.Monke
     assert "KeyError: 'wte.weight'" in done.err
 
 
-def test_an_error_while_options_are_read_is_70(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_options_are_parsed_exits_with_70(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("compat.saving.shards.parse_size", failing_with(ZeroDivisionError("1 / 0")))
     done = cli("export", "demo", "exported")
     assert (done.code, done.out) == (70, "")
     assert "bug in compat: ZeroDivisionError" in done.err
 
 
-def test_bad_input_stays_3(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_still_exits_with_3(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compat.open_checkpoint", failing_with(ConfigError("n_head is 0")))
     done = cli("load")
     assert (done.code, done.err) == (3, "error: n_head is 0\n")
@@ -82,10 +84,10 @@ RAISING = {
 
 @pytest.mark.parametrize("statement", RAISING.values(), ids=RAISING)
 @pytest.mark.parametrize("calls", range(5))
-def test_an_exception_of_the_users_model_is_3_with_its_line(
+def test_an_exception_of_the_users_model_exits_with_3_and_names_its_line(
     cli: Cli, tiny: Path, tmp_path: Path, statement: str, calls: int
 ) -> None:
-    """In any run; if adapt can continue without that run, the model is not compatible."""
+    """In any forward pass; if adapt can continue without that pass, the model is not compatible."""
     counting = f"""
         global CALLS
         CALLS += 1

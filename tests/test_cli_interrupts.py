@@ -1,4 +1,4 @@
-"""A real SIGINT to a running process: its output so far is kept, and the exit code is 130."""
+"""SIGINT to a running process keeps the output so far, and the exit code is 130."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Process = subprocess.Popen[bytes]
 
 @pytest.fixture(scope="module")
 def slow(make_checkpoint: MakeCheckpoint) -> Path:
-    """Long contexts, which take seconds to fill."""
+    """A checkpoint with a long context, which takes seconds to fill."""
     return with_tokenizer(make_checkpoint, n_positions=4096, n_layer=6, n_embd=96)
 
 
-def ctrl_c_works() -> None:
-    """Handle SIGINT, which a process started in the background ignores."""
+def enable_sigint() -> None:
+    """Handle SIGINT, which processes started in the background ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -39,8 +39,8 @@ def running(*argv: object) -> Iterator[Process]:
     process = subprocess.Popen(
         [sys.executable, ROOT / "scripts/generate.py", *map(str, argv)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
-        preexec_fn=ctrl_c_works,
-        bufsize=0,  # `communicate` would miss what `read` has left in a buffer
+        preexec_fn=enable_sigint,
+        bufsize=0,  # `communicate` would miss what `read` leaves in a buffer
     )  # fmt: skip
     try:
         yield process
@@ -66,11 +66,11 @@ def test_ctrl_c_keeps_the_text_so_far(slow: Path) -> None:
     options = ("--model", slow, "--temperature", 0, "--max-new-tokens", 4000)
     with running("ROMEO:", *options) as process:
         assert process.stdout is not None
-        begun = b"".join(process.stdout.read(1) for _ in range(40))
+        partial = b"".join(process.stdout.read(1) for _ in range(40))
         code, out, err = interrupt(process)
     assert code == 130
     assert "interrupted" in err and "Traceback" not in err
-    text = (begun + out).decode()
+    text = (partial + out).decode()
     assert text.startswith("ROMEO:") and text.endswith("\n")
     tokens = int(err.split(" tokens")[0].replace(",", ""))
     assert 0 < tokens < 4000
@@ -78,7 +78,7 @@ def test_ctrl_c_keeps_the_text_so_far(slow: Path) -> None:
     assert again.stdout.rstrip("\n\ufffd") == text.rstrip("\n\ufffd")
 
 
-def test_an_interrupted_prompt_file_leaves_complete_lines_and_is_resumed(
+def test_an_interrupted_prompt_file_leaves_complete_lines_and_can_be_resumed(
     slow: Path, tmp_path: Path
 ) -> None:
     prompts, out, whole = (tmp_path / name for name in ("prompts.txt", "out", "whole"))
@@ -90,25 +90,25 @@ def test_an_interrupted_prompt_file_leaves_complete_lines_and_is_resumed(
         code, printed, err = interrupt(process)
     assert (code, printed) == (130, b"")
     assert "interrupted" in err and "Traceback" not in err
-    begun = out.read_bytes()
-    assert begun.endswith(b"\n")
-    assert 2 <= len([json.loads(line) for line in begun.splitlines()]) < 40
+    partial = out.read_bytes()
+    assert partial.endswith(b"\n")
+    assert 2 <= len([json.loads(line) for line in partial.splitlines()]) < 40
     assert script("generate", *argv, "--out", out, "--resume").returncode == 0
-    assert out.read_bytes().startswith(begun)
+    assert out.read_bytes().startswith(partial)
     assert script("generate", *argv, "--out", whole).returncode == 0
     assert out.read_bytes() == whole.read_bytes()
 
 
-# In the order in which the modules are imported by `gpt2-compat parity`.
+# In the order in which `gpt2-compat parity` imports these modules.
 MOMENTS = ["typer", "torch._C", "torch.fx", "compat.checkpoint.source", "compat.parity.check"]
 
 
 @pytest.mark.parametrize("module", MOMENTS)
-def test_ctrl_c_while_modules_are_imported(module: str) -> None:
-    """As soon as that module has been imported, which Python reports on stderr."""
+def test_ctrl_c_during_imports_exits_with_130(module: str) -> None:
+    """SIGINT is sent as soon as Python reports on stderr that the module has been imported."""
     argv = [sys.executable, "-X", "importtime", "-m", "compat", "parity"]
     with subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=ctrl_c_works, cwd=ROOT
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=enable_sigint, cwd=ROOT
     ) as process:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, b"")

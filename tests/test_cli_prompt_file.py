@@ -56,7 +56,7 @@ def lines(text: str | Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_every_prompt_has_its_lines_on_stdout_in_order(
+def test_the_results_of_all_prompts_are_printed_in_order(
     cli: Cli, folder: Path, file: Path, n: int
 ) -> None:
     done = run(cli, folder, file, "--n", n, "--logprobs")
@@ -67,7 +67,7 @@ def test_every_prompt_has_its_lines_on_stdout_in_order(
     )  # and no progress bar, because this is not a terminal
 
 
-def test_prompts_from_stdin_results_to_a_file(
+def test_prompts_are_read_from_stdin_and_results_written_to_a_file(
     cli: Cli, folder: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
@@ -132,7 +132,7 @@ def test_a_prompt_that_does_not_fit_is_an_error_before_anything_is_written(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are a POSIX feature")
-def test_a_terminal_shows_a_progress_bar_that_is_not_part_of_the_results(
+def test_the_progress_bar_on_a_terminal_is_not_part_of_the_results(
     folder: Path, file: Path, tmp_path: Path
 ) -> None:
     ours, theirs = os.openpty()
@@ -153,32 +153,32 @@ def test_a_terminal_shows_a_progress_bar_that_is_not_part_of_the_results(
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_run_that_ended_anywhere_can_be_completed(
+def test_a_run_that_was_interrupted_anywhere_can_be_resumed(
     cli: Cli, folder: Path, file: Path, tmp_path: Path, n: int
 ) -> None:
-    """Complete results are not generated again."""
+    """Complete results are kept and not generated again."""
     out = tmp_path / "out"
     assert run(cli, folder, file, "--n", n, "--out", out).code == 0
-    whole = out.read_bytes()
-    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
-    for size in (0, 1, ends[0] - 1, ends[0], ends[1] + 50, ends[2], ends[-2], len(whole)):
-        out.write_bytes(whole[:size])
+    complete = out.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(complete) if byte == ord("\n")]
+    for size in (0, 1, ends[0] - 1, ends[0], ends[1] + 50, ends[2], ends[-2], len(complete)):
+        out.write_bytes(complete[:size])
         done = run(cli, folder, file, "--n", n, "--out", out, "--resume")
         assert (done.code, done.out) == (0, "")
-        assert out.read_bytes() == whole
+        assert out.read_bytes() == complete
         finished = sum(end <= size for end in ends) // n
         assert done.err.startswith(f"{(5 - finished) * n * 8} tokens")
 
 
-def test_resume_may_start_a_file_and_without_it_no_file_is_overwritten(
+def test_resume_may_create_the_file_and_without_it_no_file_is_overwritten(
     cli: Cli, folder: Path, file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     assert run(cli, folder, file, "--out", out, "--resume").code == 0
-    whole = out.read_bytes()
+    complete = out.read_bytes()
     assert lines(out) == expected(folder)
     done = run(cli, folder, file, "--out", out)
-    assert (done.code, out.read_bytes()) == (2, whole)
+    assert (done.code, out.read_bytes()) == (2, complete)
     assert "--resume" in done.err
 
 
@@ -210,7 +210,7 @@ def test_a_file_with_other_content_is_not_changed(
 
 
 @pytest.mark.parametrize(("finished", "written"), [(3, [0, 1, 2, 3]), (4, [0, 1, 2])])
-def test_an_interrupted_run_writes_the_finished_texts_of_its_last_batch_without_a_gap(
+def test_an_interrupted_run_writes_the_finished_texts_of_its_last_batch_up_to_a_gap(
     cli: Cli,
     folder: Path,
     file: Path,
@@ -219,15 +219,15 @@ def test_an_interrupted_run_writes_the_finished_texts_of_its_last_batch_without_
     finished: int,
     written: list[int],
 ) -> None:
-    """The second batch is interrupted at its fourth token, with one of its two texts finished."""
-    whole, scores = expected(folder, sampling=Sampling(0)), Sampling.scores
-    others = {i for line in whole if line["index"] != finished for i in line["new_ids"]}
-    stop = next(i for i in whole[finished]["new_ids"][:3] if i not in others)
-    left = [8 + 4]
+    """The second batch is interrupted at its fourth token, when one of two texts is finished."""
+    complete, scores = expected(folder, sampling=Sampling(0)), Sampling.scores
+    others = {i for line in complete if line["index"] != finished for i in line["new_ids"]}
+    stop = next(i for i in complete[finished]["new_ids"][:3] if i not in others)
+    remaining = [8 + 4]
 
     def interrupted(self: Sampling, *args: Any) -> Any:
-        left[0] -= 1
-        if not left[0]:
+        remaining[0] -= 1
+        if not remaining[0]:
             raise KeyboardInterrupt
         return scores(self, *args)
 
@@ -241,7 +241,9 @@ def test_an_interrupted_run_writes_the_finished_texts_of_its_last_batch_without_
     assert all(line["finish_reason"] != "interrupted" for line in found)
 
 
-def test_an_out_file_that_cannot_be_written_is_2(cli: Cli, folder: Path, file: Path) -> None:
+def test_an_out_file_that_cannot_be_written_exits_with_2(
+    cli: Cli, folder: Path, file: Path
+) -> None:
     done = run(cli, folder, file, "--out", file.parent / "no" / "out")
     assert (done.code, done.out) == (2, "")
     assert "cannot write" in done.err

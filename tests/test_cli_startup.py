@@ -58,7 +58,7 @@ def test_the_program_can_be_run_as_a_module() -> None:
 
 
 def test_files_of_the_working_directory_do_not_hide_libraries(tmp_path: Path) -> None:
-    """With `-m`, Python searches the working directory, where users run `adapt`."""
+    """With `-m`, Python also searches the working directory, where users run `adapt`."""
     (tmp_path / "rich.py").write_text("raise NotImplementedError\n")
     (tmp_path / "typer.py").write_text("raise NotImplementedError\n")
     done = python("-m", "compat", "-h", cwd=tmp_path)
@@ -66,8 +66,10 @@ def test_files_of_the_working_directory_do_not_hide_libraries(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
-def test_help_at_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str | None) -> None:
-    """Both spellings print the same, and no line of a paragraph is broken before it is full."""
+def test_help_fits_80_columns(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str | None
+) -> None:
+    """`-h` and `--help` print the same, and no line of a paragraph is broken before it is full."""
     monkeypatch.setenv("COLUMNS", "80")
     argv = [command] if command else []
     done = cli(*argv, "--help")
@@ -82,7 +84,7 @@ def test_help_at_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: 
 
 
 @pytest.mark.parametrize("script", ["bench", "finetune", "fuzz", "train_demo"])
-def test_scripts_of_their_own_have_help(script: str) -> None:
+def test_other_scripts_have_help(script: str) -> None:
     done = run_script(script, "-h")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.lstrip().lower().startswith(f"usage: {script}.py")
@@ -105,7 +107,7 @@ def test_the_help_states_the_librarys_default_length() -> None:
     assert DEFAULT_NEW_TOKENS == text.DEFAULT_NEW_TOKENS
 
 
-def test_shell_completion() -> None:
+def test_shell_completion_proposes_commands() -> None:
     shown = python(
         "-m",
         "compat",
@@ -127,7 +129,7 @@ def test_shell_completion() -> None:
 
 @pytest.fixture
 def arguments(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """For every command its arguments but for the source, in a project folder."""
+    """The arguments of every command except its source, in a project folder."""
     write_project(tmp_path)
     monkeypatch.chdir(tmp_path)
     return {
@@ -142,7 +144,7 @@ def arguments(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> di
 
 
 def argv(command: str, *source: object) -> list[object]:
-    """The positional arguments around a source."""
+    """Return the positional arguments of a command with its source."""
     before = ["right.py:MyGPT"] if command == "adapt" else []
     return [command, *before, *source, *(["exported"] if command == "export" else [])]
 
@@ -162,7 +164,7 @@ def test_a_source_is_an_argument_or_an_option(
 
 
 @pytest.mark.parametrize("command", NEED_A_SOURCE)
-def test_a_command_without_its_source_is_2(cli: Cli, command: str) -> None:
+def test_a_command_without_its_source_exits_with_2(cli: Cli, command: str) -> None:
     done = cli(command, *NEED_A_SOURCE[command])
     assert (done.code, done.out) == (2, "")
     assert "SOURCE" in done.err

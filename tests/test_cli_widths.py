@@ -28,19 +28,19 @@ assert len(LONG) == 90
 
 @pytest.fixture
 def narrow(cli: Cli, width: int, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Run a command on a terminal of this width."""
+    """A function that runs a command on a terminal of this width."""
     monkeypatch.setenv("COLUMNS", str(width))
     return cli
 
 
 @pytest.fixture
-def distant(tiny: Path, tmp_path: Path) -> Path:
+def long_path(tiny: Path, tmp_path: Path) -> Path:
     """A checkpoint in a folder with a long name."""
     return shutil.copytree(tiny, tmp_path / LONG)
 
 
-def remember(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    """Cache the first result of a function."""
+def cache_first_result(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """Cache the first result of a function, and return it for all later calls."""
     module, _, name = function.rpartition(".")
     original, results = getattr(sys.modules[module], name), list[Any]()
 
@@ -53,7 +53,7 @@ def remember(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
 
 
 def words(value: Any) -> set[str]:
-    """All strings in a JSON value, split at spaces."""
+    """Return all strings in a JSON value, split at spaces."""
     if isinstance(value, dict):
         return words(list(value.values()))
     if isinstance(value, list):
@@ -63,8 +63,8 @@ def words(value: Any) -> set[str]:
 
 @each_width
 @pytest.mark.parametrize("dialect", ["linear", "conv1d"])
-def test_load(narrow: Cli, distant: Path, dialect: str) -> None:
-    argv = ("load", "--model", distant, "--dialect", dialect)
+def test_load_truncates_nothing(narrow: Cli, long_path: Path, dialect: str) -> None:
+    argv = ("load", "--model", long_path, "--dialect", dialect)
     found, shown = narrow(*argv, "--json").json(), narrow(*argv).out
     for entry in found["tensors"]:
         assert f"{entry['tensor']} ".replace("h.0.", "h.{i}.") in shown or ".0." not in entry
@@ -79,7 +79,7 @@ def test_load(narrow: Cli, distant: Path, dialect: str) -> None:
 
 
 def table_of(taps: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The numbers that the table shows for every layer."""
+    """Return the numbers that the table shows for every layer."""
     found = {}
     for layer, group in groupby(taps, key=lambda tap: tap["tap"].rpartition(".")[0] or tap["tap"]):
         results, numbers = list(group), []
@@ -96,15 +96,17 @@ def table_of(taps: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_parity(cli: Cli, distant: Path, broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity_truncates_nothing(
+    cli: Cli, long_path: Path, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forward(self: linear.LayerNorm, x: Tensor) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
         return centred / (x.var(-1, keepdim=True) + self.eps).sqrt() * self.scale + self.shift
 
     if broken:
         monkeypatch.setattr(linear.LayerNorm, "forward", forward)
-    remember(monkeypatch, "compat.check_parity")
-    argv = ("parity", "--model", distant)
+    cache_first_result(monkeypatch, "compat.check_parity")
+    argv = ("parity", "--model", long_path)
     found = cli(*argv, "--json").json()
     assert found["passed"] is not broken
     for width in WIDTHS:
@@ -124,17 +126,15 @@ def check_parity_table(found: dict[str, Any], shown: str) -> None:
 
 
 @each_width
-def test_inspect(narrow: Cli, distant: Path) -> None:
-    found, shown = narrow("inspect", distant, "--json").json(), narrow("inspect", distant).out
+def test_inspect_truncates_nothing(narrow: Cli, long_path: Path) -> None:
+    found, shown = narrow("inspect", long_path, "--json").json(), narrow("inspect", long_path).out
     assert all(word in shown for word in words({**found, "files": found["files"].keys()}))
     assert found["weights"] in shown
     assert f"{found['parameters']:,} in {found['tensors']} tensors" in " ".join(shown.split())
 
 
 @each_width
-def test_inspect_of_a_checkpoint_that_would_not_load(
-    narrow: Cli, write: Write, state: State
-) -> None:
+def test_inspect_truncates_no_error(narrow: Cli, write: Write, state: State) -> None:
     folder = write({**state, f"{LONG}.weight": torch.ones(2), **masks()})
     found, shown = narrow("inspect", folder, "--json").json(), narrow("inspect", folder).out
     assert LONG in found["error"]
@@ -142,21 +142,21 @@ def test_inspect_of_a_checkpoint_that_would_not_load(
 
 
 @pytest.mark.parametrize("as_terminal", [False, True])
-def test_adapt(
-    cli: Cli, distant: Path, tmp_path: Path, as_terminal: bool, monkeypatch: pytest.MonkeyPatch
+def test_adapt_truncates_nothing(
+    cli: Cli, long_path: Path, tmp_path: Path, as_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a file, a module and a parameter that have long names."""
+    """The file, a module and a parameter have long names."""
     if as_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("NO_COLOR", "1")
         monkeypatch.setenv("TERM", "dumb")
-    remember(monkeypatch, "compat.adapt")
+    cache_first_result(monkeypatch, "compat.adapt")
     text = GPT.replace(TANH, ERF_SOURCE.removeprefix("return x + self.down(")[:-1])
     text = text.replace("self.qkv", f"self.{LONG}").replace("3 * width)", "3 * width, bias=False)")
     text = text.replace("self.heads = heads", f"self.heads = heads; self.spare_{LONG} = "
                         "nn.Parameter(torch.zeros(width))")  # fmt: skip
     (tmp_path / f"{LONG}.py").write_text(text)
-    argv = ("adapt", f"{tmp_path}/{LONG}.py:MyGPT", "--model", distant)
+    argv = ("adapt", f"{tmp_path}/{LONG}.py:MyGPT", "--model", long_path)
     found = cli(*argv, "--json").json()
     codes = {finding["code"] for finding in found["findings"]}
     assert codes >= {"erf_gelu", "no_qkv_bias", "unused_parameters"}
@@ -181,7 +181,7 @@ def check_adapt(found: dict[str, Any], shown: str) -> None:
 
 
 @each_width
-def test_export(narrow: Cli, tiny: Path, tmp_path: Path) -> None:
+def test_export_truncates_nothing(narrow: Cli, tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / LONG
     argv = ("export", tiny, folder, "--max-shard-size", "40kB")
     found, shown = narrow(*argv, "--json").json(), narrow(*argv).out

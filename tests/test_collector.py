@@ -1,4 +1,4 @@
-"""Python's garbage collector is paused and resumed."""
+"""compat pauses Python's garbage collector and resumes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from compat.collector import collector_paused
 
-# The full collections while torch and transformers are imported and the reference is loaded.
+# Counts full collections while torch and transformers are imported and the reference is loaded.
 CODE = """
 import contextlib, gc
 runs = []
@@ -28,7 +28,7 @@ print(runs.count(("start", 2)))
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
+def test_the_collector_is_restored_to_its_previous_state(enabled: bool) -> None:
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()

@@ -1,4 +1,4 @@
-"""GPT2Config: the names that it reads, derived values, and what it writes."""
+"""GPT2Config: the names that it accepts, derived values, and what it writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_defaults_are_those_of_transformers() -> None:
             assert getattr(GPT2Config(), field.name) == getattr(reference, field.name), field.name
 
 
-def test_our_own_fields_default_to_those_of_a_checkpoint() -> None:
+def test_our_own_fields_default_to_the_values_of_a_checkpoint() -> None:
     assert GPT2Config().qkv_bias is True
     assert GPT2Config().layer_norm_bias is True
 
@@ -55,7 +55,7 @@ def test_hugging_face_fields_are_read() -> None:
     assert {field.name for field in fields(config)} == raw.keys() | OURS_ONLY
 
 
-def test_hub_gpt2s_config_is_the_default() -> None:
+def test_the_config_of_the_hubs_gpt2_is_the_default() -> None:
     assert GPT2Config.from_dict(HUB_GPT2) == GPT2Config()
 
 
@@ -73,13 +73,13 @@ def test_fields_of_other_published_configs_are_ignored(extra: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("change", [{}, {"n_embd": 24, "n_head": 3, "tie_word_embeddings": False}])
-def test_a_config_as_transformers_writes_it_is_read(change: dict[str, Any]) -> None:
+def test_a_config_written_by_transformers_is_read(change: dict[str, Any]) -> None:
     written = transformers.GPT2Config(**change).to_dict()
     assert GPT2Config.from_dict(written) == GPT2Config(**change)
 
 
 @pytest.mark.parametrize("name", ["machining", "tarot"])
-def test_the_config_of_a_checkpoint_made_by_others_is_read(shared: Path, name: str) -> None:
+def test_the_config_of_a_checkpoint_by_another_author_is_read(shared: Path, name: str) -> None:
     raw = json.loads((shared / "data" / "checkpoints" / name / "config.json").read_text())
     config = GPT2Config.from_dict(raw)
     for field in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "eos_token_id"):
@@ -117,7 +117,7 @@ def test_other_spellings_of_the_notebook_are_read(used: str, other: str) -> None
 @pytest.mark.parametrize(
     ("alias", "name"), [("hidden_size", "n_embd"), ("context_length", "n_positions")]
 )
-def test_two_names_that_agree_are_fine(alias: str, name: str) -> None:
+def test_two_names_with_equal_values_are_accepted(alias: str, name: str) -> None:
     assert getattr(GPT2Config.from_dict({name: 24, alias: 24}), name) == 24
 
 
@@ -148,7 +148,9 @@ def test_d_head_is_the_width_of_one_head() -> None:
         (False, True, [1.0, 0.5, 1 / 3]),
     ],
 )
-def test_attention_scale(scaled: bool, by_layer: bool, expected: list[float]) -> None:
+def test_the_attention_scale_depends_on_both_settings(
+    scaled: bool, by_layer: bool, expected: list[float]
+) -> None:
     config = GPT2Config(scale_attn_weights=scaled, scale_attn_by_inverse_layer_idx=by_layer)
     assert [config.attention_scale(i) for i in range(3)] == expected
 
@@ -156,7 +158,9 @@ def test_attention_scale(scaled: bool, by_layer: bool, expected: list[float]) ->
 @pytest.mark.parametrize(
     ("eos", "expected"), [(7, (7,)), (None, ()), ([7, 9], (7, 9)), (0, (0,)), ([], ())]
 )
-def test_stop_ids(eos: int | list[int] | None, expected: tuple[int, ...]) -> None:
+def test_stop_ids_are_read_from_eos_token_id(
+    eos: int | list[int] | None, expected: tuple[int, ...]
+) -> None:
     assert GPT2Config.from_dict({"eos_token_id": eos}).stop_ids == expected
 
 
@@ -175,7 +179,7 @@ def test_a_config_is_restored_from_config_json(config: GPT2Config) -> None:
     assert GPT2Config.from_dict(json.loads(json.dumps(config.to_hf_dict()))) == config
 
 
-def test_the_written_config_is_one_that_transformers_reads() -> None:
+def test_transformers_reads_the_written_config() -> None:
     config = GPT2Config(n_embd=24, n_head=4, n_inner=50, eos_token_id=(1, 2), n_positions=9)
     written = config.to_hf_dict()
     reference = transformers.GPT2Config.from_dict(json.loads(json.dumps(written)))
@@ -186,7 +190,7 @@ def test_the_written_config_is_one_that_transformers_reads() -> None:
     assert written["n_ctx"] == 9
 
 
-def test_blocks_take_a_config_or_a_dictionary() -> None:
+def test_blocks_accept_a_config_or_a_dictionary() -> None:
     config = GPT2Config.from_dict(NOTEBOOK)
     assert as_config(config) is config
     assert as_config(NOTEBOOK) == config

@@ -1,4 +1,4 @@
-"""Frameworks may set attributes on a config, but not change its fields."""
+"""Frameworks may set attributes on a config, but may not change its fields."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ def test_our_own_fields_are_read_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOKEN_IDS)
-def test_frameworks_set_the_ids_of_special_tokens(tiny: Path, tmp_path: Path, name: str) -> None:
-    """As in `model.config.pad_token_id = tokenizer.eos_token_id`."""
+def test_frameworks_may_set_the_ids_of_special_tokens(
+    tiny: Path, tmp_path: Path, name: str
+) -> None:
+    """For example `model.config.pad_token_id = tokenizer.eos_token_id`."""
     model = load_pretrained(tiny)
     config, in_a_set = model.config, {model.config}
     for value in (5, 96, 0, None, 3):
@@ -81,7 +83,7 @@ def test_frameworks_set_the_ids_of_special_tokens(tiny: Path, tmp_path: Path, na
 
 @pytest.mark.parametrize("name", TOKEN_IDS)
 @pytest.mark.parametrize("value", [97, -1, True, 3.0, "5", (), (1, 97), [2, "a"], {}, 1 << 80])
-def test_an_id_that_is_set_is_in_the_vocabulary(name: str, value: Any) -> None:
+def test_an_id_outside_the_vocabulary_is_refused(name: str, value: Any) -> None:
     config = GPT2Config(vocab_size=97, bos_token_id=1, eos_token_id=2)
     before = copy.copy(config)
     with pytest.raises(ConfigError, match=rf"'{name}'.*but only to .*0 to 96"):
@@ -104,14 +106,14 @@ def test_several_ids_may_end_a_text() -> None:
     "name", ["hidden_size", "emb_dim", "n_heads", "drop_rate", "d_head", "d_inner", "stop_ids"]
 )
 def test_aliases_of_our_fields_are_read_only(name: str) -> None:
-    """Stored beside the field, the value would silently have no effect."""
+    """If the alias were stored as an attribute, setting it would silently have no effect."""
     config = GPT2Config()
     with pytest.raises(ConfigError, match=rf"'{name}'.*dataclasses\.replace"):
         setattr(config, name, 3)
     assert config == GPT2Config()
 
 
-def test_a_field_may_be_set_to_the_value_that_it_has() -> None:
+def test_a_field_may_be_set_to_its_current_value() -> None:
     config = GPT2Config(pad_token_id=7, eos_token_id=(1, 2))
     config.pad_token_id = 7
     config.eos_token_id = (1, 2)

@@ -1,4 +1,4 @@
-"""GPT2Config: invalid fields are refused and named."""
+"""GPT2Config refuses invalid fields and names them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tests.config_dicts import HUB_GPT2
 
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
-def test_two_names_that_disagree_are_refused(alias: str, name: str) -> None:
+def test_two_names_with_different_values_are_refused(alias: str, name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}' twice: 24, and 48 as '{alias}'"):
         GPT2Config.from_dict({name: 24, alias: 48})
 
 
-def test_two_aliases_that_disagree_are_refused() -> None:
+def test_two_aliases_with_different_values_are_refused() -> None:
     with pytest.raises(ConfigError, match="'n_embd' twice: 24, and 48 as 'hidden_size'"):
         GPT2Config.from_dict({"emb_dim": 24, "hidden_size": 48})
 
 
-def test_drop_rate_that_disagrees_with_one_of_its_three_is_refused() -> None:
+def test_a_drop_rate_that_contradicts_one_of_its_three_fields_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'attn_pdrop' twice: 0\.3, and 0\.2 as 'drop_rate'"):
         GPT2Config.from_dict({"attn_pdrop": 0.3, "drop_rate": 0.2})
 

@@ -22,8 +22,8 @@ def x() -> Tensor:
     return 3 * torch.randn(2, 5, 768)
 
 
-def same_noise(ours: nn.Module, theirs: nn.Module) -> None:
-    """Noise on every parameter, the same in both modules, which have the same names."""
+def load_same_noise(ours: nn.Module, theirs: nn.Module) -> None:
+    """Load the same noise into every parameter of both modules, which have the same names."""
     torch.manual_seed(1)
     noise = {k: 0.1 * torch.randn_like(v) for k, v in theirs.state_dict().items()}
     theirs.load_state_dict(noise)
@@ -39,7 +39,7 @@ def test_conv1d_is_addmm_with_a_weight_of_nx_by_nf(x: Tensor) -> None:
     layer = conv1d.Conv1D(nf=5, nx=768)
     assert layer.weight.shape == (768, 5) and layer.bias.shape == (5,)
     layer.bias.data.normal_()
-    # Of as many rows as the layer multiplies: some BLAS libraries round fewer rows differently.
+    # With the layer's number of rows, because some BLAS libraries round fewer rows differently.
     expected = torch.addmm(layer.bias, x.flatten(0, -2), layer.weight)
     assert torch.equal(layer(x), expected.view(*x.shape[:-1], 5))
 
@@ -56,35 +56,35 @@ def test_conv1d_equals_a_linear_layer_with_the_transposed_weight(x: Tensor) -> N
 
 def test_conv1d_equals_that_of_transformers(x: Tensor) -> None:
     ours, theirs = conv1d.Conv1D(5, 768), transformers.pytorch_utils.Conv1D(5, 768)
-    same_noise(ours, theirs)
+    load_same_noise(ours, theirs)
     assert torch.equal(ours(x), theirs(x))
 
 
-def test_conv1d_takes_hidden_states_that_are_not_contiguous(x: Tensor) -> None:
+def test_conv1d_accepts_non_contiguous_hidden_states(x: Tensor) -> None:
     layer = conv1d.Conv1D(5, 768)
-    turned = x.transpose(0, 1)
-    assert torch.equal(layer(turned), layer(turned.contiguous()))
+    transposed = x.transpose(0, 1)
+    assert torch.equal(layer(transposed), layer(transposed.contiguous()))
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_norms_are_bit_identical_to_those_of_transformers(x: Tensor, bias: bool) -> None:
-    """transformers has no norm without a bias; torch's own one stands in for it."""
+    """transformers has no norm without a bias, so torch's LayerNorm is the reference for it."""
     ours = conv1d.TransformerBlock(GPT2Config(layer_norm_bias=bias)).ln_1
     theirs = GPT2Block(THEIRS, layer_idx=0).ln_1 if bias else nn.LayerNorm(768, bias=False)
-    same_noise(ours, theirs)
+    load_same_noise(ours, theirs)
     assert torch.equal(ours(x), theirs(x))
 
 
 def test_feed_forward_equals_that_of_transformers(x: Tensor) -> None:
     ours, theirs = conv1d.FeedForward(CONFIG), GPT2MLP(3072, THEIRS)
-    same_noise(ours, theirs)
+    load_same_noise(ours, theirs)
     assert count(ours) == 4_722_432
     assert torch.equal(ours(x), theirs(x))
     ours.act = nn.GELU()
     assert not torch.equal(ours(x), theirs(x))
 
 
-def test_feed_forward_drops_out_in_training(x: Tensor) -> None:
+def test_feed_forward_applies_dropout_in_training(x: Tensor) -> None:
     ours = conv1d.FeedForward(GPT2Config(resid_pdrop=0.5))
     assert (ours(x) == 0).float().mean() > 0.4
     assert (ours.eval()(x) == 0).float().mean() < 0.01
@@ -92,7 +92,7 @@ def test_feed_forward_drops_out_in_training(x: Tensor) -> None:
 
 def test_attention_equals_that_of_transformers(x: Tensor) -> None:
     ours, theirs = conv1d.MultiHeadAttention(CONFIG), GPT2Attention(THEIRS, layer_idx=0)
-    same_noise(ours, theirs)
+    load_same_noise(ours, theirs)
     mask = torch.full((5, 5), torch.finfo(x.dtype).min).triu(1)[None, None]
     assert torch.equal(ours(x), theirs(x, attention_mask=mask)[0])
     assert not torch.equal(ours(x), theirs(x)[0])  # without the mask
@@ -105,12 +105,12 @@ def test_attention_without_qkv_bias_has_2360064_parameters() -> None:
 
 def test_block_equals_that_of_transformers(x: Tensor) -> None:
     ours, theirs = conv1d.TransformerBlock(CONFIG), GPT2Block(THEIRS, layer_idx=0)
-    same_noise(ours, theirs)
+    load_same_noise(ours, theirs)
     mask = torch.full((5, 5), torch.finfo(x.dtype).min).triu(1)[None, None]
     assert torch.equal(ours(x), theirs(x, attention_mask=mask))
 
 
-def test_whole_model_has_the_known_size() -> None:
+def test_the_model_has_the_published_number_of_parameters() -> None:
     with torch.device("meta"):
         assert count(conv1d.GPTModel(GPT2Config())) == 124_439_808
         large = GPT2Config(n_embd=1280, n_layer=36, n_head=20)

@@ -1,4 +1,4 @@
-"""The plain decoder: a sequence in a shrinking batch has the same logits as alone."""
+"""The plain decoder computes the same logits for a sequence in a shrinking batch as alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def alone(folder: Path, dialect: str, ids: list[int]) -> Tensor:
 @cached_or_not
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(data=st.data())
-def test_steps_and_removals_in_any_order_give_the_logits_of_each_sequence_alone(
+def test_logits_after_any_steps_and_removals_equal_those_of_each_sequence_alone(
     noisy: Path, dialect: str, use_cache: bool, data: st.DataObject
 ) -> None:
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
@@ -59,7 +59,7 @@ def test_steps_and_removals_in_any_order_give_the_logits_of_each_sequence_alone(
 def test_short_sequences_continue_after_longer_ones_fill_the_context(
     tiny: Path, dialect: str
 ) -> None:
-    """Their padding is removed with the longer ones; otherwise 32 positions would not suffice."""
+    """The padding of short sequences is removed with the long ones; else they would not fit."""
     decoder, text = PlainDecoder(ours(tiny, dialect)), [3]
     decoder.start([list(range(32)), text])
     decoder.keep(torch.tensor([1]))
@@ -71,7 +71,7 @@ def test_short_sequences_continue_after_longer_ones_fill_the_context(
     assert (logits[0] - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_a_cache_keeps_rows_from_a_position_on_with_its_capacity() -> None:
+def test_a_cache_keeps_the_selected_rows_and_its_capacity() -> None:
     cache = KVCache(6)
     k, v = torch.randn(3, 2, 4, 5), torch.randn(3, 2, 4, 5)
     cache.append(k, v)
@@ -85,9 +85,9 @@ def test_a_cache_keeps_rows_from_a_position_on_with_its_capacity() -> None:
 
 @cached_or_not
 def test_finished_sequences_leave_the_batch(noisy: Path, use_cache: bool) -> None:
-    """The three prompts are known to end at different positions."""
-    whole = generate(ours(noisy), BATCH, max_new_tokens=20, temperature=0, stop_ids=())
-    stop = [int(whole[0, 4]), int(whole[1, 9])]
+    """The stop ids are chosen so that the three prompts end at different positions."""
+    unstopped = generate(ours(noisy), BATCH, max_new_tokens=20, temperature=0, stop_ids=())
+    stop = [int(unstopped[0, 4]), int(unstopped[1, 9])]
     rows: list[int] = []
     model = load_pretrained(noisy)
     with model.register_forward_pre_hook(lambda _, args: rows.append(len(args[0]))):
@@ -101,7 +101,7 @@ def test_finished_sequences_leave_the_batch(noisy: Path, use_cache: bool) -> Non
 
 def test_a_model_with_its_own_decoder_uses_it(tiny: Path) -> None:
     class Counting:
-        """Generates ascending ids, and records its calls."""
+        """Generate ascending ids, and record the calls."""
 
         def __init__(self) -> None:
             self.calls: list[object] = []

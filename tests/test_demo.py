@@ -15,15 +15,15 @@ from compat import check_parity, generate, load_pretrained, load_tokenizer
 from compat.dialects import DIALECTS
 
 DEMO = Path(compat.__file__).parent / "demo"
-HELD_OUT_NATS = 3.6  # a token; the last tenth of the corpus, which it was not trained on
+HELD_OUT_NATS = 3.6  # per token, on the last tenth of the corpus, which was not trained on
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_parity_on_the_embedded_checkpoint(dialect: str) -> None:
+def test_the_embedded_checkpoint_has_parity(dialect: str) -> None:
     assert check_parity(dialect, "demo").passed
 
 
-def test_folder_is_small() -> None:
+def test_the_folder_is_small() -> None:
     files = {path.name: path.stat().st_size for path in DEMO.iterdir() if path.is_file()}
     assert {"config.json", "model.safetensors", "vocab.json", "merges.txt"} <= files.keys()
     assert sum(files.values()) <= 5_000_000
@@ -31,7 +31,7 @@ def test_folder_is_small() -> None:
     assert 900_000 <= count <= 1_200_000
 
 
-def test_transformers_opens_it_without_a_warning(
+def test_transformers_opens_the_checkpoint_without_a_warning(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     transformers.utils.logging.set_verbosity_warning()
@@ -48,7 +48,7 @@ def test_transformers_opens_it_without_a_warning(
 
 
 @torch.no_grad()
-def test_it_has_learned_the_corpus(shared: Path) -> None:
+def test_the_checkpoint_has_learned_the_corpus(shared: Path) -> None:
     corpus = (shared / "data/tinyshakespeare.txt").read_text()
     held_out = corpus[len(corpus) * 9 // 10 :][:20_000]
     ids = torch.tensor(load_tokenizer("demo").encode(held_out))
@@ -58,8 +58,8 @@ def test_it_has_learned_the_corpus(shared: Path) -> None:
     assert loss < HELD_OUT_NATS < math.log(load_pretrained("demo").config.vocab_size) / 1.8
 
 
-def test_its_text_reads_like_the_corpus(shared: Path) -> None:
-    """Most words of a sample are words of the corpus, and there are many different ones."""
+def test_generated_text_consists_mostly_of_words_of_the_corpus(shared: Path) -> None:
+    """The words of the sample also vary."""
     tokenizer = load_tokenizer("demo")
     prompt = torch.tensor([tokenizer.encode("ROMEO:")]).expand(4, -1)
     generator = torch.Generator().manual_seed(0)

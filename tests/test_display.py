@@ -1,4 +1,4 @@
-"""Results in a notebook: short texts, pages in frames, and files that are written atomically."""
+"""Results in a notebook: short texts, HTML pages in frames, and atomically written files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("kind", WORDS)
-def test_a_result_is_shown_in_a_few_lines(results: dict[str, Any], kind: str) -> None:
+def test_a_result_is_printed_in_a_few_lines(results: dict[str, Any], kind: str) -> None:
     for text in (repr(results[kind]), str(results[kind])):
         assert WORDS[kind] in text and len(text) < 800
 
@@ -52,7 +52,7 @@ def test_a_notebook_shows_the_page_in_a_frame(results: dict[str, Any], kind: str
     assert "<script" not in shown and "http" not in page_of(results[kind]).replace("http-equiv", "")
 
 
-def test_the_page_of_gradients(results: dict[str, Any]) -> None:
+def test_the_page_has_gradients_if_they_were_compared(results: dict[str, Any]) -> None:
     assert "Gradients, from the logits to the embedding" in page_of(results["passed"])
     assert "The gradients" not in page_of(results["failed"])
 
@@ -66,7 +66,9 @@ def test_a_page_is_written_atomically(results: dict[str, Any], kind: str, tmp_pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_a_page_that_cannot_be_written(results: dict[str, Any], tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_raises_an_error(
+    results: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(CompatError, match="Pass a path in a folder that exists"):
         results["passed"].to_html(tmp_path / "no" / "page.html")
     with pytest.raises(CompatError, match="path is 3"):
@@ -77,7 +79,7 @@ def test_a_page_that_cannot_be_written(results: dict[str, Any], tmp_path: Path) 
     assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_json_is_compact_unless_it_is_asked_for_in_full(results: dict[str, Any]) -> None:
+def test_json_is_compact_by_default_and_complete_on_request(results: dict[str, Any]) -> None:
     for kind in ("passed", "adapted"):
         compact, full = results[kind].to_json(), results[kind].to_json(full=True)
         assert compact.keys() == full.keys()

@@ -1,4 +1,4 @@
-"""Draft sources: the best number of draft tokens, and prompt lookup."""
+"""Draft sources choose the best number of draft tokens, and prompt lookup finds drafts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from compat.decoding.speculative import DraftSource, prompt_lookup
 @pytest.mark.parametrize(
     ("rate", "seconds", "count"),
     [
-        (1.0, 0.1, DraftSource.MAX_TOKENS),  # all are accepted: as many as allowed
-        (
-            0.9,
-            0.25,
-            6,
-        ),  # 5.217 tokens in 2.5 s: 2.087 per second; 5 drafts give 2.083, 7 give 2.071
-        (0.5, 0.25, 1),  # 1.5 tokens in 1.25 s; two drafts give 1.75 in 1.5 s
+        (1.0, 0.1, DraftSource.MAX_TOKENS),  # all are accepted, so draft as many as allowed
+        # 5.217 tokens in 2.5 s are 2.087 per second; 5 draft tokens give 2.083, 7 give 2.071.
+        (0.9, 0.25, 6),
+        (0.5, 0.25, 1),  # 1.5 tokens in 1.25 s; two draft tokens give 1.75 in 1.5 s
         (0.2, 0.25, 0),
         (0.0, 0.1, 0),
     ],
@@ -36,7 +33,7 @@ def test_the_number_of_draft_tokens_maximizes_tokens_per_second(
     assert found == count
 
 
-def test_the_acceptance_rate_follows_observations_and_recovers() -> None:
+def test_the_acceptance_rate_follows_observations_and_decays_toward_its_initial_value() -> None:
     source = DraftSource(prompt_lookup)
     for _ in range(60):
         source.observe(False)
@@ -53,14 +50,16 @@ def test_the_acceptance_rate_follows_observations_and_recovers() -> None:
     ("ids", "count", "tokens"),
     [
         ([1, 2, 3, 9, 1, 2, 3], 2, [9, 1]),
-        ([1, 2, 3, 9, 1, 2, 3], 9, [9, 1, 2, 3, 9, 1, 2, 3, 9]),  # the text repeats itself
-        ([2, 2, 3, 7, 2, 2, 3, 8, 5, 2, 2, 3], 1, [8]),  # the last occurrence counts
+        ([1, 2, 3, 9, 1, 2, 3], 9, [9, 1, 2, 3, 9, 1, 2, 3, 9]),  # the draft repeats the text
+        ([2, 2, 3, 7, 2, 2, 3, 8, 5, 2, 2, 3], 1, [8]),  # the last occurrence is used
         ([5, 6, 6, 6, 6], 3, [6, 6, 6]),
-        ([5, 6, 6], 3, []),  # two are not enough
+        ([5, 6, 6], 3, []),  # a match of two tokens is too short
         ([1, 2, 3], 2, []),
         ([1], 2, []),
         ([1, 1], 0, []),
     ],
 )
-def test_prompt_lookup(ids: list[int], count: int, tokens: list[int]) -> None:
+def test_prompt_lookup_continues_the_last_match(
+    ids: list[int], count: int, tokens: list[int]
+) -> None:
     assert prompt_lookup(ids, count, None, None) == tokens

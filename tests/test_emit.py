@@ -1,4 +1,4 @@
-"""A name map written as Python source."""
+"""A name map can be written as Python source."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ OPS: dict[str, Op] = {
 }
 
 
-def defined(source: str) -> Any:
-    """The name map that the source defines with no names but its own imports."""
+def execute(source: str) -> Any:
+    """Execute the source with no names but its own imports, and return the name map."""
     namespace: dict[str, Any] = {}
     exec(compile(source, "pasted.py", "exec"), namespace)
     return namespace["name_map"]
 
 
-def tidy(source: str) -> bool:
-    """Whether ruff accepts the format and the imports of the source."""
+def is_formatted(source: str) -> bool:
+    """Return whether ruff accepts the format and the imports of the source."""
     ruff = [sys.executable, "-m", "ruff"]
     for command in (
         ["format", "--check", "--line-length", "100", "--isolated"],
@@ -52,14 +52,14 @@ def tidy(source: str) -> bool:
 
 
 def maps() -> dict[str, NameMap]:
-    """Maps of one row for each op, short and long; those of the dialects; and odd ones."""
+    """Return a short and a long map for each op, the dialects' maps, and unusual ones."""
     short = {name: NameMap((Row("wte.weight", ("w",), op),)) for name, op in OPS.items()}
     long = {
         f"{name}, long": NameMap((Row("h.{i}.attn.c_attn.weight", (LONG, f"{LONG}.2"), op),))
         for name, op in OPS.items()
     }
     everything = NameMap(tuple(Row(f"h.{{i}}.{n}", (f"{n}.{{i}}",), OPS[n]) for n in OPS))
-    odd = {
+    unusual = {
         "all ops": everything,
         "zeros": NameMap(everything.rows, zeros=("head.bias",)),
         "long zeros": NameMap(everything.rows, zeros=(f"{LONG}.bias", f"{LONG}.bias.2")),
@@ -67,20 +67,20 @@ def maps() -> dict[str, NameMap]:
         "too long for any line": NameMap((Row("wte.weight", (2 * LONG,), Same()),)),
         "empty": NameMap(()),
     }
-    return {**short, **long, **{n: d.name_map for n, d in DIALECTS.items()}, **odd}
+    return {**short, **long, **{n: d.name_map for n, d in DIALECTS.items()}, **unusual}
 
 
 @pytest.mark.parametrize("name_map", maps().values(), ids=maps().keys())
-def test_the_emitted_source_gives_an_equal_map(name_map: NameMap) -> None:
-    assert defined(to_python(name_map)) == name_map
+def test_the_emitted_source_defines_an_equal_map(name_map: NameMap) -> None:
+    assert execute(to_python(name_map)) == name_map
 
 
 @pytest.mark.parametrize("name", ["all ops", "long zeros", "fused per head, long", "linear"])
-def test_the_emitted_source_is_formatted_like_ruff(name: str) -> None:
-    assert tidy(to_python(maps()[name]))
+def test_the_emitted_source_is_formatted_as_by_ruff(name: str) -> None:
+    assert is_formatted(to_python(maps()[name]))
 
 
-def test_rows_that_fit_have_one_line_each() -> None:
+def test_rows_that_fit_are_written_on_one_line_each() -> None:
     rows = [Row(f"h.{{i}}.{name}", (f"blocks.{{i}}.{name}",), Same()) for name in ("a", "b", "c")]
     assert to_python(NameMap(tuple(rows), zeros=("head.bias",))) == (
         "from compat import NameMap, Row, Same\n"
@@ -97,11 +97,11 @@ def test_rows_that_fit_have_one_line_each() -> None:
 
 
 def test_no_line_is_longer_than_100_columns() -> None:
-    """Rows of every length about there, each on a line, two or more of its own."""
+    """The lengths of the rows vary around 100 columns, on one line, two lines or more."""
     names = ["w" * n for n in range(30, 80)]
     shapes = [(name,) for name in names] + [(name, "v") for name in names]
     rows = tuple(Row("wte.weight", ours, op) for ours in shapes for op in OPS.values())
     source = to_python(NameMap(rows, zeros=tuple(names)))
     assert max(map(len, source.splitlines())) == 100
-    assert tidy(source)
-    assert defined(source) == NameMap(rows, zeros=tuple(names))
+    assert is_formatted(source)
+    assert execute(source) == NameMap(rows, zeros=tuple(names))

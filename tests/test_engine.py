@@ -1,4 +1,4 @@
-"""The engine computes what the dialects and transformers compute, with any kernel."""
+"""The engine computes what the dialects and transformers compute, with every kernel."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from tests.conftest import MakeCheckpoint, State, Write, noisy_reference
 from tests.generation_common import relative
 
 PRECISIONS = ("float32", "bfloat16", "int8")
-# Of the float32 logits' norm; a position that is off by one makes it 0.3 and more.
+# Bounds relative to the norm of the float32 logits; a position that is off by one causes 0.3.
 RELATIVE = {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.08}
 
 
 @pytest.fixture(scope="module")
 def source(make_checkpoint: MakeCheckpoint) -> Path:
-    """A small checkpoint whose logits differ enough for greedy ids not to depend on rounding."""
+    """A small checkpoint whose logits differ so much that greedy ids do not depend on rounding."""
     return make_checkpoint(n_positions=64, activation_function="gelu_new")
 
 
@@ -53,7 +53,7 @@ def logits_of(engine: Engine, ids: Tensor) -> Tensor:
 def test_logits_are_within_the_calibrated_bound_of_parity(
     source: Path, dtype: Any, torch_dtype: torch.dtype
 ) -> None:
-    """The bound is twice the reference's own error against float64, as for the blocks."""
+    """As for the blocks, the bound is twice the reference's own error against float64."""
     reference = Reference(open_checkpoint(source), torch_dtype)
     ids = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(1))
     expected, exact = reference.logits(ids)
@@ -61,7 +61,7 @@ def test_logits_are_within_the_calibrated_bound_of_parity(
     found = {"logits": logits_of(engine, ids).to(torch_dtype)}
     (result,) = compare({"logits": expected}, found, found, {"logits": exact}, {"logits": exact})
     assert result.passed
-    engine.transformer.wpe.mul_(1.1)  # and a wrong engine is not
+    engine.transformer.wpe.mul_(1.1)  # a wrong engine exceeds the bound
     found = {"logits": logits_of(engine, ids).to(torch_dtype)}
     (result,) = compare({"logits": expected}, found, found, {"logits": exact}, {"logits": exact})
     assert not result.passed
@@ -94,7 +94,7 @@ def test_every_field_of_the_config_has_an_effect(
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_engine_and_dialects_agree_for_any_lengths(source: Path, dtype: Any, data: Any) -> None:
-    """Batches of prompts of any lengths, from which some are removed between decode steps."""
+    """Batches of prompts of any lengths, some of which are removed between decode steps."""
     lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
     steps = data.draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
@@ -135,7 +135,7 @@ def test_prompts_can_be_prefilled_in_chunks(
 @pytest.mark.parametrize(
     ("dialect", "dtype"), [("linear", "float32"), ("conv1d", "float32"), ("linear", "int8")]
 )
-def test_an_engine_of_a_model_equals_that_of_its_checkpoint(
+def test_an_engine_built_from_a_model_equals_one_from_its_checkpoint(
     source: Path, dialect: str, dtype: Any
 ) -> None:
     ids = torch.arange(20)[None]
@@ -143,7 +143,7 @@ def test_an_engine_of_a_model_equals_that_of_its_checkpoint(
     assert torch.equal(from_model, logits_of(Engine.from_pretrained(source, dtype=dtype), ids))
 
 
-def test_an_engine_of_a_users_module_takes_a_map_and_a_config(source: Path) -> None:
+def test_an_engine_accepts_a_users_module_with_a_map_and_a_config(source: Path) -> None:
     model = load_pretrained(source, "conv1d")
     config, ids = model.config, torch.arange(20)[None]
     del model.config
@@ -154,10 +154,10 @@ def test_an_engine_of_a_users_module_takes_a_map_and_a_config(source: Path) -> N
     assert torch.equal(logits_of(engine, ids), logits_of(Engine.from_pretrained(source), ids))
 
 
-# Greedy ids, scores.
+# Greedy ids and scores
 
 
-def test_greedy_ids_are_those_of_transformers(source: Path) -> None:
+def test_greedy_ids_equal_those_of_transformers(source: Path) -> None:
     model = noisy_reference(n_positions=64)
     engine = Engine.from_pretrained(source)
     for seed in range(10):
@@ -171,7 +171,7 @@ def test_greedy_ids_are_those_of_transformers(source: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 64])
-def test_scores_are_those_of_transformers(
+def test_scores_match_those_of_transformers(
     source: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", 10)
@@ -196,7 +196,7 @@ def test_the_last_scored_id_needs_no_position(source: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 65])
-def test_greedy_choices_are_reported_beside_the_scores(
+def test_greedy_choices_are_reported_with_the_scores(
     source: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", 10)
@@ -217,10 +217,10 @@ def test_greedy_choices_are_reported_beside_the_scores(
         assert is_greedy[1, 1:63].all() and not is_greedy[0, 29]
 
 
-def test_scores_of_ids_in_any_container(source: Path) -> None:
+def test_ids_in_any_container_can_be_scored(source: Path) -> None:
     engine, ids = Engine.from_pretrained(source), torch.tensor([[5, 17, 60]])
-    for same in (ids.tolist(), ids.numpy(), ids.to(torch.uint8)):
-        assert torch.equal(engine.score(same), engine.score(ids))
+    for container in (ids.tolist(), ids.numpy(), ids.to(torch.uint8)):
+        assert torch.equal(engine.score(container), engine.score(ids))
     with pytest.raises(GenerationError, match="input_ids is the text 'Hello'"):
         engine.score("Hello")  # type: ignore[call-overload]
 
@@ -257,7 +257,7 @@ def test_invalid_arguments_are_refused(
         Engine.from_pretrained(source, **arguments)
 
 
-def test_options_beside_an_open_checkpoint_are_refused(source: Path) -> None:
+def test_hub_options_for_an_open_checkpoint_are_refused(source: Path) -> None:
     with pytest.raises(CheckpointError, match="Pass revision to open_checkpoint"):
         Engine.from_pretrained(open_checkpoint(source), revision="main")
 
@@ -270,13 +270,13 @@ def test_a_missing_gpu_is_refused(source: Path) -> None:
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("speculate", [None, "int8"])
-def test_everything_is_on_the_engines_device(source: Path, dtype: Any, speculate: Any) -> None:
-    """Tensors created without a device land on torch's default one, here the meta device."""
+def test_all_tensors_are_on_the_engines_device(source: Path, dtype: Any, speculate: Any) -> None:
+    """A tensor created without a device would be on torch's default device, here `meta`."""
     ids, text = torch.tensor([[5, 17, 60]]), torch.arange(40)[None]
     device = torch.device("cpu")
     expected = Engine.from_pretrained(source, dtype=dtype)
 
-    def unequal(engine: Engine) -> list[Tensor]:
+    def decode_prompts_of_unequal_length(engine: Engine) -> list[Tensor]:
         decoder, (first, row, last) = engine.decoder(), ([7, 8], [1], [9])
         found = [decoder.start([[1, 2, 3], [4]])]
         found.append(decoder.step(torch.tensor(first, device=device)))
@@ -288,11 +288,11 @@ def test_everything_is_on_the_engines_device(source: Path, dtype: Any, speculate
         engine = Engine.from_pretrained(source, dtype=dtype, speculate=speculate, device=device)
         found = engine.generate(ids, max_new_tokens=30, temperature=0, stop_ids=())
         scores = engine.score(text)
-        batch = [] if speculate else unequal(engine)
+        batch = [] if speculate else decode_prompts_of_unequal_length(engine)
     if speculate:
-        assert engine._draft_sources[-1].rate > 0.7  # its initial value: draft tokens were accepted
+        assert engine._draft_sources[-1].rate > 0.7  # the initial value, so drafts were accepted
     else:
-        assert torch.equal(torch.cat(batch), torch.cat(unequal(expected)))
+        assert torch.equal(torch.cat(batch), torch.cat(decode_prompts_of_unequal_length(expected)))
     assert torch.equal(found, expected.generate(ids, max_new_tokens=30, temperature=0, stop_ids=()))
     assert torch.equal(scores, expected.score(text))
 
@@ -303,7 +303,7 @@ def test_more_prompts_than_max_batch_are_refused(source: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_any_number_of_threads_gives_the_same_ids(source: Path, threads: int) -> None:
+def test_ids_do_not_depend_on_the_number_of_threads(source: Path, threads: int) -> None:
     before = torch.get_num_threads()
     ids = torch.arange(8)[None]
     expected = generate(load_pretrained(source), ids, max_new_tokens=40, temperature=0, stop_ids=())
@@ -318,7 +318,7 @@ def test_any_number_of_threads_gives_the_same_ids(source: Path, threads: int) ->
 
 
 def test_a_transposed_weight_is_detected(source: Path) -> None:
-    """The tests above can fail: c_proj is square, so transposing it does not change its shape."""
+    """c_proj is square, so transposing it changes no shape; the tests above would detect it."""
     checkpoint, ids = open_checkpoint(source), torch.arange(20)[None]
 
     def read(name: str) -> list[Tensor]:
@@ -338,12 +338,12 @@ def test_a_transposed_weight_is_detected(source: Path) -> None:
     [
         ("wpe.weight", 0, "embed"),
         ("h.1.attn.c_attn.bias", -1, "h.1.v"),
-        ("h.1.attn.c_attn.bias", 0, "h.1.q"),  # torch's fused attention hides it
+        ("h.1.attn.c_attn.bias", 0, "h.1.q"),  # torch's fused attention hides this NaN
         ("h.1.mlp.c_fc.weight", 0, "h.1.fc"),
         ("ln_f.bias", 0, "ln_f"),
     ],
 )
-def test_non_finite_logits_name_the_first_layer(
+def test_an_error_for_non_finite_logits_names_the_first_layer(
     state: State, write: Write, tensor: str, at: int, tap: str, speculate: Any
 ) -> None:
     state[tensor].view(-1)[at] = torch.nan
@@ -357,7 +357,7 @@ def test_non_finite_logits_name_the_first_layer(
 
 
 @pytest.mark.parametrize("length", [1, 7, 40])
-def test_continuations_are_scored_as_whole_texts(
+def test_continuations_have_the_scores_of_the_complete_texts(
     source: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", 10)

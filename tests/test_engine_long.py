@@ -19,11 +19,11 @@ WIDE = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 2, "
 
 @pytest.fixture(scope="module")
 def wide(make_checkpoint: MakeCheckpoint) -> Path:
-    """Two layers with gpt2's context and heads of its size."""
+    """A checkpoint with two layers, and with the context and the head size of gpt2."""
     return make_checkpoint(**{**WIDE, "vocab_size": 8192, "n_embd": 384, "n_head": 6})
 
 
-def test_512_greedy_ids_of_ten_prompts_are_those_of_transformers(wide: Path) -> None:
+def test_512_greedy_ids_of_ten_prompts_equal_those_of_transformers(wide: Path) -> None:
     ids = torch.randint(8192, (10, 32), generator=torch.Generator().manual_seed(0))
     expected = theirs(wide, ids, 512, min_new_tokens=512)
     found = Engine.from_pretrained(wide).generate(
@@ -33,23 +33,24 @@ def test_512_greedy_ids_of_ten_prompts_are_those_of_transformers(wide: Path) -> 
     assert len(set(expected[:, 32:].flatten().tolist())) > 100
 
 
-def growth(folder: Path, settings: dict[str, Any], *how: str) -> int:
-    """The growth of memory over 350 ids, in bytes."""
-    return int(run(long_text.main, folder, settings, *how))
+def growth(folder: Path, settings: dict[str, Any], *mode: str) -> int:
+    """Return by how many bytes memory grows over 350 tokens."""
+    return int(run(long_text.main, folder, settings, *mode))
 
 
 @pytest.fixture(scope="module")
-def talkative(make_checkpoint: MakeCheckpoint) -> Path:
+def wide_vocabulary(make_checkpoint: MakeCheckpoint) -> Path:
     """A small checkpoint whose logits would use noticeable memory if they were kept."""
     return make_checkpoint(**{**WIDE, "n_embd": 96, "n_head": 4})
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells the memory")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux reports the memory")
 @pytest.mark.parametrize("settings", [{}, {"dtype": "int8"}, {"speculate": "lookup"}], ids=str)
-def test_450_ids_take_no_more_memory_than_their_cache(
-    talkative: Path, settings: dict[str, Any]
+def test_450_tokens_need_no_more_memory_than_their_kv_cache(
+    wide_vocabulary: Path, settings: dict[str, Any]
 ) -> None:
-    cache = 2 * 2 * 1024 * 96 * 4  # layers, keys and values, positions, channels
-    assert growth(talkative, settings) < cache + 4e6
+    cache = 2 * 2 * 1024 * 96 * 4  # layers × keys and values × positions × channels × bytes
+    assert growth(wide_vocabulary, settings) < cache + 4e6
     if not settings:
-        assert growth(talkative, settings, "hoard") > 50e6  # a leak would be seen
+        # A leak would be detected.
+        assert growth(wide_vocabulary, settings, "keep logits") > 50e6

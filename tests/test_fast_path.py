@@ -1,4 +1,4 @@
-"""The choice of a decoder: the fast path for unmodified models, else the model's own `forward`."""
+"""The choice of a decoder: the fast path for unmodified models, otherwise the model's `forward`."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def test_the_fast_path_computes_what_the_blocks_compute(
 @each_dialect
 def test_the_fast_path_uses_the_models_own_memory(source: Path, dialect: str) -> None:
     model = load_pretrained(source, dialect)
-    theirs = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    parameter_storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     fast = transformer_of(model)
     packed = [fast.lm_head, *(block.mlp_proj for block in fast.h)]
     packed += [block.c_fc for block in fast.h]
-    assert {matrix.weight.untyped_storage().data_ptr() for matrix in packed} <= theirs
+    assert {matrix.weight.untyped_storage().data_ptr() for matrix in packed} <= parameter_storages
 
 
 @each_dialect
-def test_a_change_of_the_weights_takes_effect_at_once(source: Path, dialect: str) -> None:
+def test_a_change_of_the_weights_takes_effect_immediately(source: Path, dialect: str) -> None:
     model = load_pretrained(source, dialect)
     before = logits(model)
     for parameter in model.parameters():
@@ -70,8 +70,8 @@ def test_a_change_of_the_weights_takes_effect_at_once(source: Path, dialect: str
     assert (before - expected).norm() > 0.1 * expected.norm()
 
 
-class Made(TorchDispatchMode):
-    """Counts the bytes of the tensors that operators create, without views."""
+class CreatedBytes(TorchDispatchMode):
+    """Count the bytes of the tensors that operators create; views are not counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,9 +89,9 @@ class Made(TorchDispatchMode):
 def test_building_the_fast_path_does_not_copy_weights(dialect: str) -> None:
     config = GPT2Config(vocab_size=300, n_positions=16, n_embd=128, n_layer=4, n_head=4)
     model = get_dialect(dialect).model_class(config).eval()
-    with Made() as made:
+    with CreatedBytes() as created:
         transformer_of(model)
-    assert made.bytes < 0.01 * sum(p.nbytes for p in model.parameters())
+    assert created.bytes < 0.01 * sum(p.nbytes for p in model.parameters())
 
 
 def _scaled(model: Model) -> None:
@@ -101,7 +101,7 @@ def _scaled(model: Model) -> None:
 
 
 def _scaled_past_version_counter(model: Model) -> None:
-    """This does not increase `_version`."""
+    """Scale the weights without an increase of `_version`."""
     for parameter in model.parameters():
         parameter.data.mul_(1.1)
 
@@ -131,7 +131,7 @@ def _loaded(model: Model) -> None:
 
 
 def _assigned(model: Model) -> None:
-    """This unties the head."""
+    """Assign new parameters, which unties the head."""
     model.load_state_dict(_rolled_state(model), assign=True)
 
 
@@ -175,7 +175,7 @@ def _widened(model: Model) -> None:
         _widened,
     ],
 )
-def test_every_way_to_change_weights_takes_effect(
+def test_every_change_of_the_weights_takes_effect(
     source: Path, dialect: str, change: Callable[[Model], None]
 ) -> None:
     model = load_pretrained(source, dialect)
@@ -190,7 +190,9 @@ def test_every_way_to_change_weights_takes_effect(
 
 
 @each_dialect
-def test_a_change_of_the_weights_between_two_ids_takes_effect(source: Path, dialect: str) -> None:
+def test_a_change_of_the_weights_between_two_decode_steps_takes_effect(
+    source: Path, dialect: str
+) -> None:
     model = load_pretrained(source, dialect)
     decoders = [decoder_of(model), decoder_of(PlainBlocks(model))]
     for decoder in decoders:
@@ -211,7 +213,7 @@ def test_generating_does_not_keep_a_model_alive(source: Path, dialect: str) -> N
 
 
 @each_dialect
-def test_threads_may_generate_with_one_model(source: Path, dialect: str) -> None:
+def test_threads_may_share_one_model(source: Path, dialect: str) -> None:
     model, prompts = load_pretrained(source, dialect), [torch.tensor([ids]) for ids in IDS] * 4
 
     def continued(ids: Tensor) -> list[int]:
@@ -222,14 +224,14 @@ def test_threads_may_generate_with_one_model(source: Path, dialect: str) -> None
 
 
 @pytest.fixture
-def no_hooks_left() -> Iterator[None]:
-    """Hooks on all modules would outlast the test."""
+def remove_global_hooks() -> Iterator[None]:
+    """Remove hooks on all modules, which would otherwise remain after the test."""
     yield
     nn.modules.module._global_forward_hooks.clear()
 
 
 class _Doubled(linear.FeedForward):
-    """A user's own module, which changes the output."""
+    """A user's module, which changes the output."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -275,7 +277,7 @@ def _parametrized(model: Model) -> None:
 @pytest.mark.parametrize(
     "change", [_replaced, _hooked, _hooked_before, _hooked_everywhere, _patched, _parametrized]
 )
-@pytest.mark.usefixtures("no_hooks_left")
+@pytest.mark.usefixtures("remove_global_hooks")
 def test_a_modified_model_runs_its_own_forward(
     source: Path, change: Callable[[Model], None]
 ) -> None:

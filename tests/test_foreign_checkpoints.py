@@ -1,4 +1,4 @@
-"""Checkpoints of nanoGPT, files that are not foreign, and the choice of a file in a folder."""
+"""Checkpoints of nanoGPT, files that only resemble them, and the choice of a file in a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from compat import check_parity, load_pretrained
 from compat.checkpoint import foreign, open_checkpoint
 from compat.errors import CheckpointError, ConfigError
-from tests.checkpoint_files import holds
+from tests.checkpoint_files import check_contents
 from tests.conftest import State, Write, noisy_reference
 from tests.foreign_files import (
     ARGS,
@@ -31,7 +31,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def nano(tmp_path: Path, state: State) -> Callable[..., Path]:
-    """Write a ckpt.pt as nanoGPT's train.py does: `nano(state, prefix, **changed arguments)`."""
+    """A function that writes a ckpt.pt as nanoGPT does: `nano(state, prefix, **changes)`."""
 
     def write(tensors: State | None = None, prefix: str = "transformer.", **changes: Any) -> Path:
         tensors = state if tensors is None else tensors
@@ -50,7 +50,7 @@ def nano(tmp_path: Path, state: State) -> Callable[..., Path]:
     return write
 
 
-# nanoGPT.
+# nanoGPT
 
 
 @pytest.mark.parametrize("wrapped", ["", "_orig_mod.", "module.", "module._orig_mod."])
@@ -58,7 +58,7 @@ def test_a_checkpoint_of_nanogpt_is_read(nano: Make, state: State, wrapped: str)
     folder = nano(prefix=f"{wrapped}transformer.")
     for source in (folder, folder / "ckpt.pt"):
         checkpoint = open_checkpoint(source)
-        holds(checkpoint, state)
+        check_contents(checkpoint, state)
         config = checkpoint.config
         assert (config.n_layer, config.n_head, config.n_embd) == (3, 4, 24)
         assert (config.n_positions, config.vocab_size) == (32, 97)
@@ -69,29 +69,29 @@ def test_a_checkpoint_of_nanogpt_is_read(nano: Make, state: State, wrapped: str)
 
 
 @both_dialects
-@pytest.mark.parametrize(("beside", "same"), [(None, True), (TANH, False), (NANO_GPT, True)])
+@pytest.mark.parametrize(("config", "same"), [(None, True), (TANH, False), (NANO_GPT, True)])
 def test_the_gelu_of_nanogpt_is_exact_unless_a_config_overrides_it(
-    nano: Make, dialect: str, beside: dict[str, str] | None, same: bool
+    nano: Make, dialect: str, config: dict[str, str] | None, same: bool
 ) -> None:
     reference = noisy_reference(seed=3, **NANO_GPT)
     folder = nano(plain_state(reference))
-    if beside:
-        (folder / "config.json").write_text(json.dumps(beside))
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
     difference = (logits_of(load_pretrained(folder, dialect)) - logits_of(reference)).abs().max()
     assert (difference < 1e-4) == same, difference
     assert check_parity(dialect, folder).passed
 
 
-@pytest.mark.parametrize("left_out", PROJECTIONS)
-def test_a_projection_that_is_not_transposed_is_found(
-    nano: Make, monkeypatch: pytest.MonkeyPatch, left_out: str
+@pytest.mark.parametrize("omitted", PROJECTIONS)
+def test_a_missing_transposition_of_a_projection_is_detected(
+    nano: Make, monkeypatch: pytest.MonkeyPatch, omitted: str
 ) -> None:
-    """The tests above depend on this: a square projection has the right shape in either layout."""
+    """The tests above depend on this, because a square projection fits in either layout."""
     reference = noisy_reference(seed=3, **NANO_GPT)
     folder = nano(plain_state(reference))
-    transposed = tuple(name for name in PROJECTIONS if name != left_out)
+    transposed = tuple(name for name in PROJECTIONS if name != omitted)
     monkeypatch.setattr(foreign, "PROJECTIONS", transposed)
-    if left_out != "attn.c_proj.weight":
+    if omitted != "attn.c_proj.weight":
         with pytest.raises(CheckpointError, match="looks transposed"):
             open_checkpoint(folder)
     else:
@@ -104,14 +104,14 @@ def without_biases(state: State) -> State:
 
 
 @both_dialects
-def test_biases_that_nanogpt_leaves_out_are_zero(nano: Make, dialect: str) -> None:
+def test_biases_that_nanogpt_omits_are_zero(nano: Make, dialect: str) -> None:
     reference = noisy_reference(seed=4, **NANO_GPT)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if name.endswith(".bias"):
                 parameter.zero_()
     folder = nano(without_biases(plain_state(reference)), bias=False)
-    holds(open_checkpoint(folder), plain_state(reference))
+    check_contents(open_checkpoint(folder), plain_state(reference))
     found = logits_of(load_pretrained(folder, dialect))
     assert torch.allclose(found, logits_of(reference), atol=1e-4)
     assert check_parity(dialect, folder).passed
@@ -127,10 +127,10 @@ def test_missing_biases_are_reported(nano: Make, state: State) -> None:
         open_checkpoint(nano(without_biases(state)))
 
 
-def test_a_vocabulary_padded_by_nanogpt(nano: Make, state: State) -> None:
+def test_a_vocabulary_padded_by_nanogpt_is_kept(nano: Make, state: State) -> None:
     state["wte.weight"] = torch.randn(50304, 24)
     checkpoint = open_checkpoint(nano(state, vocab_size=50304))
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert (checkpoint.config.vocab_size, checkpoint.config.eos_token_id) == (50304, 50256)
 
 
@@ -152,35 +152,37 @@ def test_the_head_of_nanogpt_may_be_untied(nano: Make, state: State) -> None:
         ({"n_head": torch.ones(2)}, ["model_args", "numbers"]),
     ],
 )
-def test_impossible_arguments(nano: Make, changes: dict[str, Any], named: list[str]) -> None:
+def test_impossible_arguments_are_refused(
+    nano: Make, changes: dict[str, Any], named: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         open_checkpoint(nano(**changes))
     assert [words for words in named if words not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
-    ("beside", "named"),
+    ("config", "named"),
     [
         ({"n_head": 6}, r"n_head is 4 by its model_args, but 6 by config\.json"),
         ({"model_type": "gpt2", "n_positions": 64}, "n_positions is 32 by its model_args, but 64"),
     ],
 )
-def test_a_config_that_contradicts_the_arguments(
-    nano: Make, beside: dict[str, Any], named: str
+def test_a_config_that_contradicts_the_arguments_is_refused(
+    nano: Make, config: dict[str, Any], named: str
 ) -> None:
     folder = nano()
-    (folder / "config.json").write_text(json.dumps(beside))
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=named):
         open_checkpoint(folder)
 
 
-def test_a_complete_hugging_face_config_beside_a_nanogpt_file(
+def test_a_complete_hugging_face_config_is_used_for_a_nanogpt_file(
     nano: Make, tiny: Path, state: State
 ) -> None:
     folder = nano()
     (folder / "config.json").write_bytes((tiny / "config.json").read_bytes())
     checkpoint = open_checkpoint(folder)
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert checkpoint.config.activation_function == "gelu_new"
 
 
@@ -192,10 +194,10 @@ def test_a_nanogpt_checkpoint_in_hugging_faces_layout_is_refused(
         open_checkpoint(tmp_path)
 
 
-# Hugging Face's, which are not taken for these.
+# Hugging Face checkpoints are not mistaken for nanoGPT's
 
 
-def test_linear_layout_beside_hugging_faces_config_is_refused(write: Write, state: State) -> None:
+def test_linear_layout_with_hugging_faces_config_is_refused(write: Write, state: State) -> None:
     for name in ("model.safetensors", "pytorch_model.bin"):
         folder = write(linear(state), name)
         with pytest.raises(CheckpointError, match=r"c_attn\.weight: looks transposed"):
@@ -213,12 +215,12 @@ def test_hugging_faces_layout_needs_its_config(write: Write, state: State) -> No
 
 
 def test_n_head_must_agree_with_hugging_faces_config(tiny: Path, state: State) -> None:
-    holds(open_checkpoint(tiny, n_head=4), state)
+    check_contents(open_checkpoint(tiny, n_head=4), state)
     with pytest.raises(ConfigError, match=r"n_head is passed as 6, but .*config\.json has 4"):
         load_pretrained(tiny, n_head=6)
 
 
-# What is found in a folder.
+# The choice of a file in a folder
 
 
 def test_hugging_faces_files_are_preferred(nano: Make, tiny: Path, state: State) -> None:
@@ -226,21 +228,21 @@ def test_hugging_faces_files_are_preferred(nano: Make, tiny: Path, state: State)
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((tiny / name).read_bytes())
     checkpoint = open_checkpoint(folder)
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert checkpoint.notes == ["model.safetensors is used, and ckpt.pt beside it is not"]
 
 
-def test_one_file_and_shards_side_by_side(write: Write, state: State) -> None:
+def test_a_single_file_is_preferred_to_shards(write: Write, state: State) -> None:
     folder = write(state)
     (folder / "model.safetensors.index.json").write_text("{}")
     checkpoint = open_checkpoint(folder)
-    holds(checkpoint, state)
+    check_contents(checkpoint, state)
     assert checkpoint.notes == [
         "model.safetensors is used, and model.safetensors.index.json beside it is not"
     ]
 
 
-def test_files_of_other_names_are_listed(tmp_path: Path, state: State) -> None:
+def test_an_error_lists_weight_files_with_other_names(tmp_path: Path, state: State) -> None:
     for name in ("b.pt", "a.safetensors", "notes.txt"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(CheckpointError) as caught:
@@ -251,7 +253,7 @@ def test_files_of_other_names_are_listed(tmp_path: Path, state: State) -> None:
     assert "ckpt.pt or model.pt" in str(caught.value)
 
 
-@pytest.mark.parametrize("how", [{"revision": "main"}, {"verify": True}])
-def test_options_of_the_hub_are_refused_for_a_folder(tiny: Path, how: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=rf"{next(iter(how))}.* applies only to the hub"):
-        open_checkpoint(tiny, **how)
+@pytest.mark.parametrize("option", [{"revision": "main"}, {"verify": True}])
+def test_options_of_the_hub_are_refused_for_a_folder(tiny: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=rf"{next(iter(option))}.* applies only to the hub"):
+        open_checkpoint(tiny, **option)

@@ -1,4 +1,4 @@
-"""Files of other formats: the error names the format and the next step."""
+"""Files of other formats raise an error that names the format and the next step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from compat.checkpoint.formats import looks_like, recognized
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
 
 
-def written(write: Callable[[io.BytesIO], object]) -> bytes:
+def bytes_of(write: Callable[[io.BytesIO], object]) -> bytes:
     file = io.BytesIO()
     write(file)
     return file.getvalue()
@@ -31,7 +31,7 @@ def zip_of(name: str) -> bytes:
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr(name, "{}")
 
-    return written(write)
+    return bytes_of(write)
 
 
 def tar_of(name: str) -> bytes:
@@ -39,7 +39,7 @@ def tar_of(name: str) -> bytes:
         with tarfile.open(fileobj=file, mode="w") as archive:
             archive.addfile(tarfile.TarInfo(name))
 
-    return written(write)
+    return bytes_of(write)
 
 
 TENSORS = {"a": torch.zeros(3)}
@@ -50,8 +50,8 @@ FORMATS = {
     "HTML page": (b"\n<!DOCTYPE html><html>", "web page", "/resolve/"),
     "GGUF": (b"GGUF\3\0\0\0" + bytes(40), "GGUF", "converted from"),
     "HDF5 (Keras, TensorFlow)": (b"\x89HDF\r\n\x1a\n" + bytes(40), "HDF5", "from_tf=True"),
-    "NumPy .npy array": (written(lambda f: np.save(f, np.ones(3))), "NumPy", "named tensors"),
-    "NumPy .npz archive": (written(lambda f: np.savez(f, a=np.ones(3))), "NumPy", "safetensors"),
+    "NumPy .npy array": (bytes_of(lambda f: np.save(f, np.ones(3))), "NumPy", "named tensors"),
+    "NumPy .npz archive": (bytes_of(lambda f: np.savez(f, a=np.ones(3))), "NumPy", "safetensors"),
     "gzip file": (gzip.compress(b"x"), "gzip", "Unpack it first."),
     "zip archive": (zip_of("gpt2/config.json"), "zip", "Unpack it first."),
     "tar archive": (tar_of("gpt2/config.json"), "tar", "Unpack it first."),
@@ -62,7 +62,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("ending", [".safetensors", ".bin", ".pt"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_weights_of_another_format_are_named(tmp_path: Path, name: str, ending: str) -> None:
+def test_an_error_names_the_format_of_the_weights(tmp_path: Path, name: str, ending: str) -> None:
     content, word, advice = FORMATS[name]
     path = tmp_path / f"model{ending}"
     path.write_bytes(content)
@@ -79,7 +79,7 @@ def test_valid_files_are_accepted(tmp_path: Path) -> None:
     for name in ("model.bin", "model.pt", "old.bin"):
         torch.save(TENSORS, tmp_path / name, _use_new_zipfile_serialization=name != "old.bin")
         assert looks_like(tmp_path / name) is None
-    for size in range(1, 200):  # the length of the header is the first byte, which may be a "{"
+    for size in range(1, 200):  # the first byte is the header's length, which may look like a "{"
         path = tmp_path / "model.safetensors"
         path.write_bytes(save({"a" * size: torch.zeros(1)}))
         assert looks_like(path) is None
@@ -104,7 +104,7 @@ def test_valid_files_are_accepted(tmp_path: Path) -> None:
         ("notes.txt", lambda p: p.write_text("my notes"), "is not a tensor file"),
     ],
 )
-def test_the_path_of_a_file_of_another_format(
+def test_the_path_of_a_file_in_another_format_is_refused(
     tmp_path: Path, name: str, write: Callable[[Path], object], message: str
 ) -> None:
     path = tmp_path / name
@@ -124,7 +124,7 @@ def test_the_path_of_a_file_of_another_format(
         (["weights.npz"], r"weights\.npz.*NumPy"),
     ],
 )
-def test_a_folder_with_weights_of_another_format(
+def test_a_folder_with_weights_in_another_format_is_refused(
     tmp_path: Path, names: list[str], message: str
 ) -> None:
     for name in names:
@@ -133,7 +133,7 @@ def test_a_folder_with_weights_of_another_format(
         load_pretrained(tmp_path)
 
 
-def test_the_stem_of_a_tensorflow_checkpoint(
+def test_the_stem_of_a_tensorflow_checkpoint_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("model.ckpt.index", "model.ckpt.data-00000-of-00001"):
@@ -151,6 +151,6 @@ def test_a_missing_path_is_not_requested_from_the_hub(source: str) -> None:
     assert type(caught.value) is CheckpointError
 
 
-def test_a_path_object_that_does_not_exist(tmp_path: Path) -> None:
+def test_a_path_object_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nofolder does not exist"):
         load_pretrained(tmp_path / "nofolder")

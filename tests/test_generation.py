@@ -1,4 +1,4 @@
-"""Generated ids against transformers.generate, greedy and seeded, with and without cache."""
+"""Generated ids equal those of transformers.generate, greedy and seeded, with and without cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNEQUAL = [[5, 17, 60, 8, 1, 90, 33], [44], [9, 0, 0, 71]]
 
 @each_dialect
 @cached_or_not
-def test_200_greedy_ids_are_those_of_transformers(
+def test_200_greedy_ids_equal_those_of_transformers(
     noisy: Path, dialect: str, use_cache: bool
 ) -> None:
     found = greedy(ours(noisy, dialect), BATCH, 200, use_cache=use_cache)
@@ -53,10 +53,10 @@ def test_the_embedded_checkpoint_generates_what_transformers_generates(
     ("name", "first_ids", "distinct"),
     [("tarot", [438, 49, 261], 30), ("machining", [49, 5, 14], 5)],
 )
-def test_models_trained_by_others_generate_what_transformers_generates(
+def test_models_of_other_authors_generate_what_transformers_generates(
     shared: Path, name: str, first_ids: list[int], distinct: int, dialect: str
 ) -> None:
-    """Tarot up to its last position; machining has 53 ids, so its three rows must differ."""
+    """Tarot is generated up to its last position; machining has only 53 ids."""
     folder = shared / "data/checkpoints" / name
     model, prompts = ours(folder, dialect), torch.tensor(first_ids)[:, None]
     new = min(100, model.config.n_positions - 1)
@@ -88,7 +88,7 @@ SAMPLING: list[dict[str, Any]] = [
 
 @each_dialect
 @pytest.mark.parametrize("settings", SAMPLING, ids=str)
-def test_the_same_seed_samples_the_tokens_of_transformers(
+def test_the_same_seed_samples_the_same_tokens_as_transformers(
     noisy: Path, dialect: str, settings: dict[str, Any]
 ) -> None:
     for seed, use_cache in ((1, True), (2, False)):
@@ -107,10 +107,10 @@ def test_the_same_seed_samples_the_tokens_of_transformers(
 
 @each_dialect
 @cached_or_not
-def test_the_repetition_penalty_is_that_of_transformers_with_padding_too(
+def test_the_repetition_penalty_matches_transformers_even_with_padding(
     noisy: Path, dialect: str, use_cache: bool
 ) -> None:
-    """The padding id also occurs in the texts. As padding it is not penalized."""
+    """The padding id also occurs in the texts, but is not penalized as padding."""
     model = ours(noisy, dialect)
     plain, (ids, mask) = greedy(model, BATCH, 60), left_pad(UNEQUAL, pad_id=9)
     settings: dict[str, Any] = {"use_cache": use_cache, "repetition_penalty": 1.4}
@@ -137,7 +137,7 @@ def test_sampling_uses_only_the_passed_generator(noisy: Path) -> None:
 
 @each_dialect
 @cached_or_not
-def test_a_left_padded_batch_gives_the_ids_of_each_prompt_alone(
+def test_a_left_padded_batch_generates_the_ids_of_each_prompt_alone(
     noisy: Path, dialect: str, use_cache: bool
 ) -> None:
     model = ours(noisy, dialect)
@@ -154,7 +154,7 @@ def test_a_left_padded_batch_gives_the_ids_of_each_prompt_alone(
 def test_unmasked_padding_or_its_positions_change_the_ids(
     noisy: Path, dialect: str, use_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tests above depend on this: both effects of the mask are necessary."""
+    """The tests above depend on this: the mask must hide padding and shift positions."""
     model = PlainBlocks(ours(noisy, dialect))
     ids, mask = left_pad(UNEQUAL, pad_id=13)
     right = greedy(model, ids, 50, attention_mask=mask, use_cache=use_cache)
@@ -172,18 +172,18 @@ def test_unmasked_padding_or_its_positions_change_the_ids(
 
 @each_dialect
 @cached_or_not
-def test_stream_yields_the_ids_of_generate(noisy: Path, dialect: str, use_cache: bool) -> None:
+def test_stream_yields_the_same_ids_as_generate(noisy: Path, dialect: str, use_cache: bool) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 20, "top_k": 9, "use_cache": use_cache}
     seeds = (torch.Generator().manual_seed(1) for _ in range(2))
-    whole = generate(ours(noisy, dialect), BATCH, generator=next(seeds), **settings)
+    complete = generate(ours(noisy, dialect), BATCH, generator=next(seeds), **settings)
     steps = list(stream(ours(noisy, dialect), BATCH, generator=next(seeds), **settings))
     assert all(step.shape == (3,) for step in steps)
-    assert torch.equal(torch.stack(steps, dim=1), whole[:, 3:])
+    assert torch.equal(torch.stack(steps, dim=1), complete[:, 3:])
 
 
 @each_dialect
 @pytest.mark.parametrize(("use_cache", "lengths"), [(True, [3, 1, 1, 1]), (False, [3, 4, 5, 6])])
-def test_with_a_cache_only_the_newest_id_is_read(
+def test_with_a_cache_the_model_reads_only_the_newest_id(
     noisy: Path, dialect: str, use_cache: bool, lengths: list[int]
 ) -> None:
     model, read = ours(noisy, dialect), []
@@ -196,13 +196,13 @@ def test_with_a_cache_only_the_newest_id_is_read(
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 1, 3, 2]], ids=["one by one", "in chunks"])
 @torch.no_grad()
-def test_cached_logits_are_those_without_a_cache(
+def test_cached_logits_equal_those_without_a_cache(
     noisy: Path, dialect: str, padded: bool, chunks: list[int]
 ) -> None:
     model, T = ours(noisy, dialect), sum(chunks)
     ids = torch.randint(97, (2, T), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1] * T, [0] * 4 + [1] * (T - 4)]) if padded else None
-    whole = model(ids, None, mask)
+    complete = model(ids, None, mask)
     cache = [KVCache(T) for _ in range(model.config.n_layer)]
     seen = 0
     for chunk in chunks:
@@ -211,13 +211,15 @@ def test_cached_logits_are_those_without_a_cache(
         logits = model(ids[:, new], cache, None if mask is None else mask[:, :seen])
         assert [layer.length for layer in cache] == [seen] * model.config.n_layer
         shown = torch.ones(2, chunk).bool() if mask is None else mask[:, new].bool()
-        apart = (logits - whole[:, new])[shown]
-        assert apart.abs().max() < 1e-5 * whole.abs().max()
+        apart = (logits - complete[:, new])[shown]
+        assert apart.abs().max() < 1e-5 * complete.abs().max()
 
 
 @each_dialect
 @cached_or_not
-def test_exactly_filling_the_positions_works(tiny: Path, dialect: str, use_cache: bool) -> None:
+def test_all_positions_of_the_context_can_be_used(
+    tiny: Path, dialect: str, use_cache: bool
+) -> None:
     found = greedy(ours(tiny, dialect), PROMPT, 29, use_cache=use_cache)
     assert found.shape == (1, 32)
     assert torch.equal(found, theirs(tiny, PROMPT, 29))

@@ -1,4 +1,4 @@
-"""Stop ids, suppressed ids, and requests that are refused."""
+"""Stop ids, suppressed ids and refused requests."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.generation_common import (
 )
 
 
-def stopped(whole: Tensor, T: int, stop: set[int], filler: int) -> list[list[int]]:
-    """The expected rows, from rows that were generated without stop ids."""
+def stopped(unstopped: Tensor, T: int, stop: set[int], filler: int) -> list[list[int]]:
+    """Return the expected rows, computed from rows that were generated without stop ids."""
     rows = []
-    for row in whole.tolist():
+    for row in unstopped.tolist():
         end = next((i for i in range(T, len(row)) if row[i] in stop), len(row))
         rows.append(row[: end + 1])
     longest = max(map(len, rows))
@@ -33,40 +33,40 @@ def stopped(whole: Tensor, T: int, stop: set[int], filler: int) -> list[list[int
 
 @cached_or_not
 @pytest.mark.parametrize("pad", [None, 96])
-def test_a_row_ends_at_a_stop_id_and_the_others_go_on(
+def test_a_row_ends_at_a_stop_id_while_the_others_continue(
     make_checkpoint: MakeCheckpoint, use_cache: bool, pad: int | None
 ) -> None:
-    """The row is filled with the padding id, or with the stop id if there is none."""
+    """The finished row is filled with the padding id or, if there is none, with the stop id."""
     folder = make_checkpoint(n_positions=64, pad_token_id=pad)
-    whole = greedy(ours(folder), BATCH, 40, use_cache=use_cache)
-    stop = int(whole[0, 8])
+    unstopped = greedy(ours(folder), BATCH, 40, use_cache=use_cache)
+    stop = int(unstopped[0, 8])
     filler = stop if pad is None else pad
-    expected = stopped(whole, 3, {stop}, filler)
-    assert expected != whole.tolist()
+    expected = stopped(unstopped, 3, {stop}, filler)
+    assert expected != unstopped.tolist()
     found = greedy(ours(folder), BATCH, 40, stop_ids=[stop], use_cache=use_cache)
     assert found.tolist() == expected
     assert torch.equal(found, theirs(folder, BATCH, 40, eos_token_id=stop, pad_token_id=filler))
 
 
-def test_generation_ends_with_the_last_row(noisy: Path) -> None:
-    whole = greedy(ours(noisy), BATCH, 30)
-    stop = {int(row[3 + i]) for i, row in enumerate(whole)}
+def test_generation_ends_when_all_rows_have_ended(noisy: Path) -> None:
+    unstopped = greedy(ours(noisy), BATCH, 30)
+    stop = {int(row[3 + i]) for i, row in enumerate(unstopped)}
     found = greedy(ours(noisy), BATCH, 30, stop_ids=stop)
     assert found.shape[0] == 3
     assert 4 <= found.shape[1] <= 6
-    assert found.tolist() == stopped(whole, 3, stop, min(stop))
+    assert found.tolist() == stopped(unstopped, 3, stop, min(stop))
 
 
-def test_a_stop_id_in_the_prompt_does_not_stop(noisy: Path) -> None:
-    whole = greedy(ours(noisy), PROMPT, 20)
-    prompt_id = next(i for i in range(97) if i not in whole[0, 3:].tolist())
+def test_a_stop_id_in_the_prompt_does_not_end_generation(noisy: Path) -> None:
+    unstopped = greedy(ours(noisy), PROMPT, 20)
+    prompt_id = next(i for i in range(97) if i not in unstopped[0, 3:].tolist())
     prompt = torch.tensor([[prompt_id, 5]])
     assert greedy(ours(noisy), prompt, 1, stop_ids=[prompt_id]).shape == (1, 3)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_rows_that_stop_are_sampled_as_in_transformers(noisy: Path, seed: int) -> None:
-    """Finished rows continue to use random numbers, so those of other rows do not change."""
+    """Finished rows continue to draw random numbers, so that those of other rows do not change."""
     found = generate(
         ours(noisy),
         BATCH,
@@ -94,17 +94,17 @@ def test_rows_that_stop_are_sampled_as_in_transformers(noisy: Path, seed: int) -
 def test_the_config_defines_the_stop_ids(
     make_checkpoint: MakeCheckpoint, noisy: Path, as_list: bool
 ) -> None:
-    """The same weights under different configs: one stop id, several, none."""
-    whole = greedy(ours(noisy), PROMPT, 30)
-    stop = int(whole[0, 10])
-    unused = next(i for i in range(97) if i not in whole[0].tolist())
+    """Configs with one stop id, several and none are used with the same weights."""
+    unstopped = greedy(ours(noisy), PROMPT, 30)
+    stop = int(unstopped[0, 10])
+    unused = next(i for i in range(97) if i not in unstopped[0].tolist())
     ends = make_checkpoint(n_positions=256, eos_token_id=[unused, stop] if as_list else stop)
-    expected = stopped(whole, 3, {stop}, stop)
+    expected = stopped(unstopped, 3, {stop}, stop)
     found = greedy(ours(ends), PROMPT, 30, stop_ids=None)
-    assert found.tolist() == expected != whole.tolist()
-    assert torch.equal(greedy(ours(ends), PROMPT, 30, stop_ids=()), whole)
+    assert found.tolist() == expected != unstopped.tolist()
+    assert torch.equal(greedy(ours(ends), PROMPT, 30, stop_ids=()), unstopped)
     endless = make_checkpoint(n_positions=256, eos_token_id=None)
-    assert torch.equal(greedy(ours(endless), PROMPT, 30, stop_ids=None), whole)
+    assert torch.equal(greedy(ours(endless), PROMPT, 30, stop_ids=None), unstopped)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_config_defines_the_stop_ids(
 def test_suppressed_ids_are_sampled_as_if_their_logits_were_minus_infinity(
     noisy: Path, settings: dict[str, Any]
 ) -> None:
-    """As transformers makes them; top_k and top_p then keep some of the other ids alone."""
+    """transformers does this, too; top_k and top_p then choose among the remaining ids."""
 
     def run(suppressed: list[int]) -> Tensor:
         return generate(
@@ -136,7 +136,7 @@ def test_suppressed_ids_are_sampled_as_if_their_logits_were_minus_infinity(
     assert torch.equal(found, theirs(noisy, BATCH, 40, 5, suppress_tokens=suppressed, **how))
 
 
-def test_left_pad_aligns_prompts_at_the_right() -> None:
+def test_left_pad_aligns_prompts_on_the_right() -> None:
     ids, mask = left_pad([[1, 2, 3], [4], [5, 6]], pad_id=9)
     assert ids.tolist() == [[1, 2, 3], [9, 9, 4], [9, 5, 6]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
@@ -179,7 +179,7 @@ def test_a_request_that_cannot_be_fulfilled_is_refused(tiny: Path, case: str) ->
     with pytest.raises(GenerationError, match=named):
         generate(ours(tiny), **request)
     with pytest.raises(GenerationError, match=named):
-        stream(ours(tiny), **request)  # at once, not at the first id
+        stream(ours(tiny), **request)  # raises immediately, not when the first id is requested
 
 
 def test_training_mode_is_refused(tiny: Path) -> None:

@@ -1,4 +1,4 @@
-"""The HTML report: its content and its safety."""
+"""The HTML report: its content, and the escaping of hostile text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.pages import (
     EXACT,
     GOOD,
     GOOD_LOGITS,
-    UNJUDGED,
+    UNCALIBRATED,
     Document,
     adaptation,
     evil_page,
@@ -42,12 +42,15 @@ def failing(tiny: Path) -> ParityReport:
     return failing_report(tiny)
 
 
-def test_headline_verdict_and_drawings(passing: ParityReport, failing: ParityReport) -> None:
+def test_a_page_has_the_headline_the_verdict_and_the_drawings(
+    passing: ParityReport, failing: ParityReport
+) -> None:
     for report, verdict in ((passing, "✓Parity"), (failing, "✗No parity")):
         page = Document(parity_page(report))
         assert verdict + report.headline in page.text
         cells = [at for tag, at in page.tags if tag == "rect" and (at["class"] or "")[:2] == "c-"]
-        assert len([at for at in cells if at["x"] != "0"]) == 2 * len(report.taps)  # no legend
+        in_drawings = [at for at in cells if at["x"] != "0"]  # not in the legend
+        assert len(in_drawings) == 2 * len(report.taps)
         assert page.count("rect", **{"class": "hit"}) == 2 * len(report.taps)
         assert page.count("path", **{"class": "band"}) == 2
     out = [d for r in failing.taps for d in (r.accumulated, r.local) if not d.within]
@@ -62,8 +65,8 @@ def test_reports_of_both_dialects_share_a_page(passing: ParityReport, tiny: Path
     assert page.count("h1") == 1 and page.count("svg", role="img") == 8
 
 
-def test_without_float64_nothing_accumulated_is_judged() -> None:
-    taps = [TapResult(name, UNJUDGED, GOOD) for name in tap_names(2)]
+def test_without_float64_accumulated_errors_are_not_judged() -> None:
+    taps = [TapResult(name, UNCALIBRATED, GOOD) for name in tap_names(2)]
     page = Document(parity_page(report_of(taps=taps, calibrated=False)))
     assert page.count("path", **{"class": "band"}) == 1
     assert "not judged" in page.text and "no float64 run" in page.text
@@ -71,9 +74,11 @@ def test_without_float64_nothing_accumulated_is_judged() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 5e-324, 1e300])
 @pytest.mark.parametrize("bound", [math.nan, math.inf, 0.0, 1e300, None])
-def test_odd_numbers_do_not_break_the_drawings(value: float, bound: float | None) -> None:
-    odd = Difference(value, value, False, value, value, bound, bound is None)
-    page = parity_page(report_of(odd, EXACT, odd), report_of(taps=[TapResult("logits", odd, odd)]))
+def test_extreme_numbers_do_not_break_the_drawings(value: float, bound: float | None) -> None:
+    extreme = Difference(value, value, False, value, value, bound, bound is None)
+    page = parity_page(
+        report_of(extreme, EXACT, extreme), report_of(taps=[TapResult("logits", extreme, extreme)])
+    )
     Document(page)
     numbers = re.findall(r'(?:[xy]|cx|cy|x1|y1|width|height|d)="([^"]*)"', page)
     assert not [text for text in numbers if "nan" in text or "inf" in text or "e" in text]
@@ -89,7 +94,7 @@ def test_findings_show_the_line_and_the_fix_as_code() -> None:
     assert "No deviation from GPT-2 was found" in adapt_page(adaptation(report_of()))
 
 
-def test_findings_come_before_the_drawings_and_timings_last() -> None:
+def test_findings_come_before_the_drawings_and_timings_at_the_end() -> None:
     page = adapt_page(adaptation(report_of(BAD), finding(), seconds={"trace": 1.25}))
     parts = ["Not compatible", "<article", "<svg", "<h2>Mapping", "trace 1.2 s", "torch 2"]
     positions = [page.index(part) for part in parts]
@@ -103,13 +108,13 @@ def test_files_are_relative_to_the_working_directory(
     monkeypatch.chdir(tmp_path)
     limit = Limit("`x > 3` was never true on any input", str(tmp_path / "deeper/gpt.py"), 7)
     logits = replace(GOOD_LOGITS, limits=[limit])
-    made = adaptation(report_of(logits=logits), finding(file=str(tmp_path / "gpt.py")))
-    page = adapt_page(made)
+    adapted = adaptation(report_of(logits=logits), finding(file=str(tmp_path / "gpt.py")))
+    page = adapt_page(adapted)
     assert "<code>gpt.py:7</code>" in page and "<li>deeper/gpt.py:7: `x &gt; 3`" in page
     assert str(tmp_path) not in page
 
 
-def test_mapping_is_collapsed_by_layer() -> None:
+def test_the_mapping_is_collapsed_by_layer() -> None:
     page = adapt_page(adaptation(report_of(), unmatched=["h.0.odd"], tensors=29))
     for row in linear.NAME_MAP.rows:
         assert all(f"<code>{name}</code>" in page for name in (row.hf, *row.ours))
@@ -117,14 +122,14 @@ def test_mapping_is_collapsed_by_layer() -> None:
 
 
 def test_the_verdict_of_an_adaptation_states_the_reason() -> None:
-    for made, word, why in (
+    for adapted, word, why in (
         (adaptation(report_of()), "✓Compatible", "linear computes what transformers computes"),
         (adaptation(report_of(BAD)), "✗Not compatible", "diverges from transformers at logits"),
         (adaptation(report_of(), finding()), "✗Not compatible", "a finding breaks parity"),
         (adaptation(None), "✗Not compatible", "could not be run"),
         (adaptation(None, unmatched=["a"]), "✗Not compatible", "no parameter for 1 tensor of demo"),
     ):
-        text = Document(adapt_page(made)).text
+        text = Document(adapt_page(adapted)).text
         assert word in text and why in text.partition(word)[2][:200]
 
 
@@ -151,7 +156,7 @@ def test_a_file_name_that_is_not_unicode_can_be_written(tmp_path: Path) -> None:
     assert "caf\\udce9" in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
-def test_parity_writes_the_page(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+def test_the_parity_command_writes_the_page(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     done = cli("parity", "--model", tiny, "--all", "--html", path, "--json")
     assert (done.code, done.err) == (0, f"wrote {path}\n")
@@ -159,7 +164,7 @@ def test_parity_writes_the_page(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     assert "linear and conv1d and transformers on" in path.read_text(encoding="utf-8")
 
 
-def test_a_page_that_cannot_be_written_is_wrong_usage(cli: Cli, tiny: Path, tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_exits_with_2(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     assert cli("parity", "--model", tiny, "--html", tmp_path / "no" / "page.html").code == 2
     assert cli("parity", "--model", tiny, "--html", tmp_path).code == 2
     full = Path("/dev/full")

@@ -1,4 +1,4 @@
-"""The HTML report in Chromium."""
+"""The HTML report as Chromium renders it."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def failing(tiny: Path) -> ParityReport:
     return failing_report(tiny)
 
 
-def test_the_browser_reads_the_page_as_written(browser: Browser, failing: ParityReport) -> None:
-    """It neither adds nor drops elements, and all drawings have a size."""
+def test_the_browser_parses_the_page_as_written(browser: Browser, failing: ParityReport) -> None:
+    """The browser neither adds nor drops elements, and all drawings have a size."""
     page = parity_page(failing)
-    found = browser.ask(
+    found = browser.evaluate(
         browser.write("parity.html", page),
         """const all = query => [...document.querySelectorAll(query)];
         return {
@@ -64,10 +64,10 @@ def test_the_browser_reads_the_page_as_written(browser: Browser, failing: Parity
 
 
 def test_the_browser_does_not_run_text_as_code(browser: Browser) -> None:
-    """This holds even without the content security policy that forbids it."""
+    """This is true even without the content security policy, which forbids scripts."""
     page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", evil_page())
     assert "Security-Policy" not in page
-    found = browser.ask(
+    found = browser.evaluate(
         browser.write("evil.html", page.replace("alert(", "parent.document.title += (")),
         """const count = query => document.querySelectorAll(query).length;
         return [count("script"), count("img"), parent.document.title,
@@ -86,7 +86,7 @@ def test_nothing_overflows_and_labels_neither_overlap_nor_are_clipped(
     report = report_of(EXACT, BAD, EXACT, n_layer=n_layer, source=long, model_name=long)
     found = finding(long, message=long * 3)
     page = adapt_page(adaptation(report, found, model=long, unmatched=[long], seconds={long: 1.0}))
-    wide, overlaps, clipped = browser.ask(
+    wide, overlaps, clipped = browser.evaluate(
         browser.write("wide.html", page),
         """const overlaps = [], clipped = [];
         for (const svg of document.querySelectorAll("svg[role]")) {
@@ -107,14 +107,16 @@ def test_nothing_overflows_and_labels_neither_overlap_nor_are_clipped(
     assert clipped == []
 
 
-def test_light_and_dark_wide_and_narrow(browser: Browser, failing: ParityReport) -> None:
-    """Screenshots have the right background and are far from blank."""
+def test_the_background_fits_light_and_dark_mode_on_wide_and_narrow_pages(
+    browser: Browser, failing: ParityReport
+) -> None:
+    """The screenshots also show enough content."""
     page = adapt_page(adaptation(failing, finding(severity="drifts"), finding(severity="info")))
     name = browser.write("look.html", page)
     looks = [(dark, width) for dark in (False, True) for width in (1200, 390)]
-    shots = [base64.b64encode(browser.photograph(name, *look)).decode() for look in looks]
+    shots = [base64.b64encode(browser.screenshot(name, *look)).decode() for look in looks]
     images = "".join(f'<img src="data:image/png;base64,{shot}">' for shot in shots)
-    found = browser.ask(
+    found = browser.evaluate(
         browser.write("shots.html", images),
         """return [...document.images].map(image => {
             const canvas = document.createElement("canvas");

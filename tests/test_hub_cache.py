@@ -1,4 +1,4 @@
-"""The hub's cache: concurrent use, kills, read-only and linked folders, damaged files."""
+"""The hub's cache: concurrent use, killed processes, read-only and linked folders, damage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from tests.conftest import MakeCheckpoint, noisy_reference
-from tests.hub_client import Outcome, fetch_all, files_of, is_error, start
+from tests.hub_client import Outcome, check_hub_error, fetch_all, files_of, start
 from tests.hub_server import HubServer
 
 NOBODY = 65534
@@ -44,21 +44,21 @@ def offline(home: Path, hub: HubServer, verify: bool = False) -> Outcome:
     return fetch_one(home, hub, verify, HF_HUB_OFFLINE="1")
 
 
-def as_nobody(home: Path, hub: HubServer, folder: Path) -> Outcome:
-    """Load as a user who may read `home` but not write there."""
+def load_as_nobody(home: Path, hub: HubServer, folder: Path) -> Outcome:
+    """Load as a user who may read `home` but not write to it."""
     for path in (home, *home.rglob("*")):
         if not path.is_symlink():
             path.chmod(path.stat().st_mode & ~0o222)
     user = NOBODY if os.getuid() == 0 else 0
-    hub.push(REPO, folder, "v1")  # a name that cannot be noted in the cache
+    hub.push(REPO, folder, "v1")  # a revision that cannot be recorded in the cache
     (outcome,) = fetch_all(home, [(REPO, "v1")], url=hub.url, load=True, user=user)
     for path in (home, *home.rglob("*")):
         if path.is_dir():
-            path.chmod(0o755)  # for those who have to clear it away
+            path.chmod(0o755)  # so that the folder can be deleted
     return outcome
 
 
-def test_two_processes_may_fetch_at_once(hub: HubServer, tiny: Path, tmp_path: Path) -> None:
+def test_two_processes_may_fetch_concurrently(hub: HubServer, tiny: Path, tmp_path: Path) -> None:
     hub.faults[REPO, WEIGHTS] = "slow"
     both = [start(tmp_path, [(REPO, None)], url=hub.url, load=True) for _ in range(2)]
     found = [process.outcomes()[0] for process in both]
@@ -84,20 +84,22 @@ def test_after_a_kill_the_previous_commit_is_complete_and_the_new_one_can_be_fet
 
 def test_a_complete_read_only_cache_is_used(hub: HubServer, tiny: Path, open_home: Path) -> None:
     fetch_one(open_home, hub)
-    outcome = as_nobody(open_home, hub, tiny)
+    outcome = load_as_nobody(open_home, hub, tiny)
     assert outcome.get("files") == files_of(tiny), outcome
     assert outcome["weights"]
 
 
-def test_an_empty_read_only_cache_is_an_error_with_its_path(
+def test_an_empty_read_only_cache_is_an_error_that_names_its_path(
     hub: HubServer, tiny: Path, open_home: Path
 ) -> None:
     open_home.mkdir()
-    outcome = as_nobody(open_home, hub, tiny)
-    is_error(outcome, f"the cache at {open_home}/hub cannot be written", "Permission", "HF_HOME")
+    outcome = load_as_nobody(open_home, hub, tiny)
+    check_hub_error(
+        outcome, f"the cache at {open_home}/hub cannot be written", "Permission", "HF_HOME"
+    )
 
 
-def test_a_cache_behind_a_link_is_used(hub: HubServer, tiny: Path, tmp_path: Path) -> None:
+def test_a_cache_behind_a_symbolic_link_is_used(hub: HubServer, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     assert fetch_one(tmp_path / "link", hub)["files"] == files_of(tiny)
@@ -105,13 +107,15 @@ def test_a_cache_behind_a_link_is_used(hub: HubServer, tiny: Path, tmp_path: Pat
     assert offline(tmp_path / "link", hub, verify=True)["files"] == files_of(tiny)
 
 
-def test_a_cache_without_links_is_used_but_has_no_hashes(
+def test_a_cache_without_symbolic_links_is_used_but_cannot_be_verified(
     hub: HubServer, tiny: Path, tmp_path: Path
 ) -> None:
     outcome = fetch_one(tmp_path, hub, verify=True, HF_HUB_DISABLE_SYMLINKS="1")
     assert outcome["files"] == files_of(tiny)
     assert not any(path.is_symlink() for path in Path(outcome["folder"]).iterdir())
-    is_error(offline(tmp_path, hub, verify=True), "cannot be verified", WEIGHTS, "without verify")
+    check_hub_error(
+        offline(tmp_path, hub, verify=True), "cannot be verified", WEIGHTS, "without verify"
+    )
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_partial_files(
@@ -119,20 +123,20 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_files(
 ) -> None:
     (outcome,) = fetch_all(tmp_path, [(REPO, None)], url=hub.url, largest=50_000)
     where = f"the cache at {tmp_path}/hub cannot be written"
-    is_error(outcome, f"{WEIGHTS} of '{REPO}'", where, "File too large", "Free space")
-    is_error(offline(tmp_path, hub), "lacks config.json and weights")
+    check_hub_error(outcome, f"{WEIGHTS} of '{REPO}'", where, "File too large", "Free space")
+    check_hub_error(offline(tmp_path, hub), "lacks config.json and weights")
     assert fetch_one(tmp_path, hub, verify=True)["files"] == files_of(tiny)
 
 
 @pytest.mark.parametrize("fault", ["500", "web page", "gated"])
-def test_a_complete_cache_is_used_when_the_hub_fails_but_not_when_it_refuses(
+def test_a_complete_cache_is_used_if_the_hub_fails_but_not_if_it_refuses_access(
     hub: HubServer, tiny: Path, tmp_path: Path, fault: str
 ) -> None:
     fetch_one(tmp_path, hub)
     hub.faults[REPO, ""] = fault
     outcome = fetch_one(tmp_path, hub)
     if fault == "gated":
-        is_error(outcome, "403, access is restricted", "HF_TOKEN")
+        check_hub_error(outcome, "403, access is restricted", "HF_TOKEN")
     else:
         assert outcome["files"] == files_of(tiny)
         assert "Using commit" in outcome["stderr"]
@@ -143,13 +147,13 @@ def test_a_truncated_file_in_the_cache_is_fetched_again(
 ) -> None:
     folder = Path(fetch_one(tmp_path, hub)["folder"])
     os.truncate(folder / WEIGHTS, 1000)
-    is_error(offline(tmp_path, hub, verify=True), WEIGHTS, "SHA-256 is", "Delete")
+    check_hub_error(offline(tmp_path, hub, verify=True), WEIGHTS, "SHA-256 is", "Delete")
     assert fetch_one(tmp_path, hub, verify=True)["files"] == files_of(tiny)
 
 
-@pytest.mark.parametrize("lost", ["link", "blob"])
-def test_offline_an_incomplete_cache_is_an_error_that_lists_missing_files(
-    hub: HubServer, tmp_path: Path, lost: str
+@pytest.mark.parametrize("missing", ["link", "blob"])
+def test_offline_an_incomplete_cache_is_an_error_that_lists_the_missing_files(
+    hub: HubServer, tmp_path: Path, missing: str
 ) -> None:
     noisy_reference(2).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     gaps = {"a": ["config.json"], "b": [], "c": ["config.json"], "d": []}
@@ -157,19 +161,19 @@ def test_offline_an_incomplete_cache_is_an_error_that_lists_missing_files(
     gaps["b"] += shards[1:3]
     gaps["c"] += shards[:1]
     gaps["d"] += [*shards, "model.safetensors.index.json"]
-    asks = [(f"org/{name}", None) for name in gaps]
-    for repo, _ in asks:
+    requests = [(f"org/{name}", None) for name in gaps]
+    for repo, _ in requests:
         hub.push(repo, tmp_path / "sharded")
     home = tmp_path / "home"
-    for outcome, gap in zip(fetch_all(home, asks, url=hub.url), gaps.values(), strict=True):
+    for outcome, gap in zip(fetch_all(home, requests, url=hub.url), gaps.values(), strict=True):
         for name in gap:
             path = Path(outcome["folder"]) / name
-            (path if lost == "link" else path.resolve()).unlink()
-    found = fetch_all(home, asks, url=hub.url, HF_HUB_OFFLINE="1")
+            (path if missing == "link" else path.resolve()).unlink()
+    found = fetch_all(home, requests, url=hub.url, HF_HUB_OFFLINE="1")
     gaps["d"] = ["weights (model.safetensors or pytorch_model.bin, whole or in shards)"]
     for outcome, gap in zip(found, gaps.values(), strict=True):
-        is_error(outcome, "HF_HUB_OFFLINE is set", f"lacks {' and '.join(gap)}.")
-    for outcome in fetch_all(home, asks, url=hub.url):
+        check_hub_error(outcome, "HF_HUB_OFFLINE is set", f"lacks {' and '.join(gap)}.")
+    for outcome in fetch_all(home, requests, url=hub.url):
         assert outcome["files"] == files_of(tmp_path / "sharded")
 
 
@@ -187,7 +191,7 @@ def test_a_cache_that_another_program_filled_is_used(
     assert asked == {"main", "generation_config.json"}
 
 
-def test_files_of_others_in_the_cache_stay(hub: HubServer, tmp_path: Path) -> None:
+def test_unknown_files_in_the_cache_are_kept(hub: HubServer, tmp_path: Path) -> None:
     folder = Path(fetch_one(tmp_path, hub)["folder"])
     (folder / "notes.txt").write_text("mine")
     shutil.rmtree(folder.parents[1] / "refs")

@@ -1,4 +1,4 @@
-"""Faults of the hub: each is one HubError in bounded time, and leaves no partial files."""
+"""Each fault of the hub raises one HubError in bounded time and leaves no partial files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import noisy_reference
-from tests.hub_client import Outcome, fetch_all, files_of, is_error
+from tests.hub_client import Outcome, check_hub_error, fetch_all, files_of
 from tests.hub_server import HubServer
 
 WEIGHTS = "model.safetensors"
 NEXT = "Check the name and the connection and try again"
 
-# The faulty file, or "" for the listing; its fault; what the error says of it.
+# The faulty file ("" is the listing), its fault, and fragments of the error message.
 FAULTS: list[tuple[str, str, tuple[str, ...]]] = [
     ("", "500", ("500 Internal Server Error", NEXT, "The cache is not complete either")),
     ("", "hang", ("timed out", NEXT, "The cache is not complete either")),
@@ -38,7 +38,7 @@ FAULTS: list[tuple[str, str, tuple[str, ...]]] = [
         ("was downloaded as", "but the hub states", "for commit", "fetch again"),
     ),
 ]
-SURVIVED = ["cut once", "slow"]
+TOLERATED = ["cut once", "slow"]
 IDS = [f"{file or 'listing'}-{fault}" for file, fault, _ in FAULTS]
 
 
@@ -48,7 +48,7 @@ def repo_of(file: str, fault: str) -> str:
 
 @dataclass
 class Session:
-    """The outcomes with every fault, and of the same fetches with verify after the faults ended."""
+    """The outcomes during every fault, and of fetches with verify after the faults were removed."""
 
     folder: Path
     url: str
@@ -59,7 +59,7 @@ class Session:
 @pytest.fixture(scope="module")
 def session(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     home = tmp_path_factory.mktemp("home")
-    faults = [(file, fault) for file, fault, _ in FAULTS] + [(WEIGHTS, f) for f in SURVIVED]
+    faults = [(file, fault) for file, fault, _ in FAULTS] + [(WEIGHTS, f) for f in TOLERATED]
     with HubServer() as hub:
         for file, fault in faults:
             hub.push(repo_of(file, fault), tiny)
@@ -78,29 +78,29 @@ def session(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 @pytest.mark.parametrize(("file", "fault", "fragments"), FAULTS, ids=IDS)
-def test_a_fault_is_one_complete_error_in_bounded_time(
+def test_a_fault_raises_one_complete_error_in_bounded_time(
     session: Session, file: str, fault: str, fragments: tuple[str, ...]
 ) -> None:
     repo = repo_of(file, fault)
     outcome = session.faulty[repo]
     what = f"{file} of {repo!r}" if file else repr(repo)
-    is_error(outcome, f"{what} at revision 'main'", *fragments)
+    check_hub_error(outcome, f"{what} at revision 'main'", *fragments)
     assert session.url in outcome["message"] or fault == "listed larger"
     assert outcome["seconds"] < 40
 
 
-@pytest.mark.parametrize("fault", SURVIVED)
-def test_an_interrupted_download_is_completed(session: Session, fault: str) -> None:
+@pytest.mark.parametrize("fault", TOLERATED)
+def test_an_interrupted_or_slow_download_is_completed(session: Session, fault: str) -> None:
     assert session.faulty[repo_of(WEIGHTS, fault)]["files"] == files_of(session.folder)
 
 
-def test_after_a_fault_the_next_fetch_has_the_right_bytes(session: Session) -> None:
-    assert len(session.after) == len(FAULTS) + len(SURVIVED)
+def test_the_next_fetch_after_a_fault_has_the_correct_bytes(session: Session) -> None:
+    assert len(session.after) == len(FAULTS) + len(TOLERATED)
     for repo, outcome in session.after.items():
         assert outcome.get("files") == files_of(session.folder), (repo, outcome)
 
 
-# What is taken away from a repository in shards, and what the error then says.
+# The files that are removed from a sharded repository, and a fragment of the error message.
 GAPS = {
     "no-config": (["config.json"], "lacks config.json, and holds generation_config.json, model-"),
     "no-weights": (["model*"], "lacks weights (model.safetensors or pytorch_model.bin, whole"),
@@ -119,7 +119,7 @@ GAPS = {
 
 @pytest.fixture(scope="module")
 def gaps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """The outcomes of repositories that lack files or have a wrong index."""
+    """The outcomes of repositories that lack files or have an invalid index."""
     root = tmp_path_factory.mktemp("gaps")
     with HubServer() as hub:
         for name in (*GAPS, "outside", "no-map", "no-json"):
@@ -133,15 +133,17 @@ def gaps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         (root / "no-json" / index).write_text("<html>")
         for path in root.iterdir():
             hub.push(f"org/{path.name}", path)
-        asks = [(repo, None) for repo in hub.repos]
-        found = fetch_all(tmp_path_factory.mktemp("home"), asks, url=hub.url, load=True)
+        requests = [(repo, None) for repo in hub.repos]
+        found = fetch_all(tmp_path_factory.mktemp("home"), requests, url=hub.url, load=True)
         return dict(zip(hub.repos, found, strict=True))
 
 
 @pytest.mark.parametrize("name", GAPS)
 def test_missing_files_of_a_repository_are_listed(gaps: dict[str, Outcome], name: str) -> None:
     next_step = "Use another repository or revision."
-    is_error(gaps[f"org/{name}"], f"'org/{name}' at revision 'main'", GAPS[name][1], next_step)
+    check_hub_error(
+        gaps[f"org/{name}"], f"'org/{name}' at revision 'main'", GAPS[name][1], next_step
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,6 +154,6 @@ def test_missing_files_of_a_repository_are_listed(gaps: dict[str, Outcome], name
         ("no-json", "cannot be read as JSON"),
     ],
 )
-def test_a_wrong_index_is_an_error(gaps: dict[str, Outcome], name: str, fragment: str) -> None:
+def test_an_invalid_index_is_an_error(gaps: dict[str, Outcome], name: str, fragment: str) -> None:
     assert gaps[f"org/{name}"]["error"] in ("HubError", "CheckpointError")
     assert fragment in gaps[f"org/{name}"]["message"]

@@ -1,4 +1,4 @@
-"""Comparing cached files with the hashes that the hub states."""
+"""Cached files are compared with the hashes that the hub states."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 from compat import HubError
 from compat.checkpoint.hub import check_hashes
 from tests.conftest import noisy_reference
-from tests.hub_client import Ask, Outcome, fetch_all, files_of, is_error
+from tests.hub_client import FetchRequest, Outcome, check_hub_error, fetch_all, files_of
 from tests.hub_server import HubServer
 
 WEIGHTS = "model.safetensors"
-# Of no bytes at all, as `git hash-object` and `sha256sum` give them.
+# Hashes of an empty file, as `git hash-object` and `sha256sum` print them.
 EMPTY_SHA1 = "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
 EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 
 @pytest.mark.parametrize("stated", [EMPTY_SHA1, EMPTY_SHA256])
-def test_hashes_are_those_of_git_and_sha256(tmp_path: Path, stated: str) -> None:
+def test_hashes_equal_those_of_git_and_sha256sum(tmp_path: Path, stated: str) -> None:
     (tmp_path / "empty").touch()
     check_hashes("it", {tmp_path / "empty": stated})
     (tmp_path / "empty").write_text("x")
@@ -50,13 +50,13 @@ def test_a_missing_hash_is_an_error(tmp_path: Path, stated: str | None) -> None:
 
 @dataclass
 class Session:
-    """Repositories in which the server flips a bit, fetched in four ways and then again."""
+    """Outcomes for repositories in which the server flips a bit, before and after the repair."""
 
     folder: Path
     plain: dict[str, Outcome]
     online: dict[str, Outcome]
     offline: dict[str, Outcome]
-    again: dict[str, Outcome]
+    repaired: dict[str, Outcome]
 
 
 FLIPPED = {"org/weights": WEIGHTS, "org/config": "config.json", "org/shard": "model-00002-of-00006"}
@@ -74,18 +74,20 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
             hub.faults[repo, name + ".safetensors" if repo == "org/shard" else name] = "flip"
         hub.faults["org/unstated", WEIGHTS] = "listed without hash"
 
-        def fetched(verify: bool, **settings: str) -> dict[str, Outcome]:
-            asks: list[Ask] = [(repo, None, verify) for repo in hub.repos]
-            return dict(zip(hub.repos, fetch_all(home, asks, url=hub.url, **settings), strict=True))
+        def fetch_repos(verify: bool, **settings: str) -> dict[str, Outcome]:
+            requests: list[FetchRequest] = [(repo, None, verify) for repo in hub.repos]
+            return dict(
+                zip(hub.repos, fetch_all(home, requests, url=hub.url, **settings), strict=True)
+            )
 
-        plain, online = fetched(False), fetched(True)
-        offline = fetched(True, HF_HUB_OFFLINE="1")
+        plain, online = fetch_repos(False), fetch_repos(True)
+        offline = fetch_repos(True, HF_HUB_OFFLINE="1")
         hub.faults.clear()
-        for outcome in online.values():  # do as the message says
+        for outcome in online.values():  # follow the advice of the message
             for line in outcome.get("message", "").splitlines():
                 if ". Delete " in line:
                     Path(line.split(". Delete ")[1]).unlink()
-        yield Session(root, plain, online, offline, fetched(True))
+        yield Session(root, plain, online, offline, fetch_repos(True))
 
 
 @pytest.mark.parametrize("repo", FLIPPED)
@@ -95,16 +97,16 @@ def test_a_flipped_bit_is_found_online_and_offline_and_can_be_repaired(
     assert "files" in session.plain[repo]  # nothing was verified
     kind = "git's SHA-1 is" if repo == "org/config" else "SHA-256 is"
     for outcome in (session.online[repo], session.offline[repo]):
-        is_error(outcome, repr(repo), "1 of", FLIPPED[repo], kind, "must be", "fetch again")
+        check_hub_error(outcome, repr(repo), "1 of", FLIPPED[repo], kind, "must be", "fetch again")
     folder = session.folder / ("shards" if repo == "org/shard" else "whole")
-    assert session.again[repo]["files"] == files_of(folder)
+    assert session.repaired[repo]["files"] == files_of(folder)
 
 
-def test_right_bytes_are_accepted_online_and_offline(session: Session) -> None:
-    for found in (session.plain, session.online, session.offline, session.again):
+def test_unchanged_files_are_accepted_online_and_offline(session: Session) -> None:
+    for found in (session.plain, session.online, session.offline, session.repaired):
         assert found["org/right"]["files"] == files_of(session.folder / "whole")
 
 
-def test_without_a_hash_of_the_hub_the_name_in_the_cache_is_the_hash(session: Session) -> None:
+def test_the_file_name_in_the_cache_replaces_a_hash_that_the_hub_lacks(session: Session) -> None:
     for found in (session.online, session.offline):
         assert found["org/unstated"]["files"] == files_of(session.folder / "whole")

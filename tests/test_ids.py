@@ -1,4 +1,4 @@
-"""Ids and settings in the forms in which users pass them: accepted, or one clear error."""
+"""Ids and settings in the forms that users pass are accepted or raise one clear error."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_ids_may_come_in_any_container(tiny: Path, container: str) -> None:
+def test_ids_are_accepted_in_any_container(tiny: Path, container: str) -> None:
     settings: Any = {"max_new_tokens": 5, "temperature": 0, "stop_ids": ()}
     expected = generate(ours(tiny), torch.tensor(IDS), **settings)
-    given = CONTAINERS[container]()
-    assert torch.equal(generate(ours(tiny), given, **settings).long(), expected)
-    steps = torch.stack(list(stream(ours(tiny), given, **settings)), dim=1)
+    value = CONTAINERS[container]()
+    assert torch.equal(generate(ours(tiny), value, **settings).long(), expected)
+    steps = torch.stack(list(stream(ours(tiny), value, **settings)), dim=1)
     assert torch.equal(steps, expected[:, 3:])
 
 
-NO_IDS: dict[str, tuple[Any, str]] = {
+NOT_IDS: dict[str, tuple[Any, str]] = {
     "text": ("Hello", "input_ids is the text 'Hello', but must be token ids"),
     "bytes": (b"Hello", "input_ids is the text b'Hello'"),
     "texts": ([["Hello"]], "input_ids is a list, but must be integers"),
@@ -74,13 +74,13 @@ NO_IDS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", NO_IDS)
-def test_values_that_are_not_ids_are_one_error(tiny: Path, kind: str) -> None:
-    given, message = NO_IDS[kind]
+@pytest.mark.parametrize("kind", NOT_IDS)
+def test_values_that_are_not_ids_raise_one_error(tiny: Path, kind: str) -> None:
+    value, message = NOT_IDS[kind]
     with pytest.raises(GenerationError, match=message):
-        generate(ours(tiny), given, max_new_tokens=1)
+        generate(ours(tiny), value, max_new_tokens=1)
     with pytest.raises(ConfigError, match=message):
-        as_ids(given, 97, ConfigError)
+        as_ids(value, 97, ConfigError)
 
 
 SETTINGS = [
@@ -101,27 +101,27 @@ SETTINGS = [
 
 
 def repr_of(value: object) -> str:
-    """The value as text, the same in every process: a function's has its address."""
+    """Return a text that is the same in every process; `str` of a function contains its address."""
     return getattr(value, "__name__", None) or str(value)
 
 
 @pytest.mark.parametrize(("name", "value"), SETTINGS, ids=repr_of)
-def test_settings_of_another_type_are_one_error(tiny: Path, name: str, value: Any) -> None:
+def test_settings_of_a_wrong_type_raise_one_error(tiny: Path, name: str, value: Any) -> None:
     request = {"max_new_tokens": 2, name: value}
     with pytest.raises(GenerationError, match=rf"^{name} "):
         generate(ours(tiny), PROMPT, **request)
 
 
-def test_numbers_of_numpy_are_numbers(tiny: Path) -> None:
-    def drawn(**settings: Any) -> Tensor:
+def test_numpy_numbers_are_accepted_as_settings(tiny: Path) -> None:
+    def sample(**settings: Any) -> Tensor:
         generator = torch.Generator().manual_seed(1)
         return generate(ours(tiny), PROMPT, generator=generator, stop_ids=(), **settings)
 
-    found = drawn(max_new_tokens=np.int64(4), top_k=np.int32(5), temperature=np.float32(0.5))
-    assert torch.equal(found, drawn(max_new_tokens=4, top_k=5, temperature=0.5))
+    found = sample(max_new_tokens=np.int64(4), top_k=np.int32(5), temperature=np.float32(0.5))
+    assert torch.equal(found, sample(max_new_tokens=4, top_k=5, temperature=0.5))
 
 
-# The forward pass of the models itself.
+# The forward pass of the models
 
 
 @each_dialect
@@ -137,7 +137,7 @@ def test_numbers_of_numpy_are_numbers(tiny: Path) -> None:
         ("Hello", "input_ids is a str"),
     ],
 )
-def test_ids_outside_the_vocabulary_are_one_error(
+def test_ids_outside_the_vocabulary_raise_one_error(
     tiny: Path, dialect: str, ids: Any, message: str
 ) -> None:
     with pytest.raises(CompatError, match=message):
@@ -146,7 +146,7 @@ def test_ids_outside_the_vocabulary_are_one_error(
 
 @each_dialect
 @torch.no_grad()
-def test_more_ids_than_there_are_positions_are_one_error_with_a_cache_too(
+def test_too_many_ids_for_the_positions_raise_one_error_even_with_a_cache(
     tiny: Path, dialect: str
 ) -> None:
     model = ours(tiny, dialect)
@@ -155,10 +155,10 @@ def test_more_ids_than_there_are_positions_are_one_error_with_a_cache_too(
     with pytest.raises(CompatError, match=r"3 ids after 30 cached ones exceed the 32"):
         model(torch.zeros(1, 3, dtype=torch.long), cache)
     assert model(torch.zeros(1, 2, dtype=torch.long), cache).shape == (1, 2, 97)
-    roomy = [KVCache(40) for _ in range(3)]
-    model(torch.zeros(1, 30, dtype=torch.long), roomy)
+    larger = [KVCache(40) for _ in range(3)]
+    model(torch.zeros(1, 30, dtype=torch.long), larger)
     with pytest.raises(CompatError, match="3 ids after 30 cached ones exceed the 32"):
-        model(torch.zeros(1, 3, dtype=torch.long), roomy)
+        model(torch.zeros(1, 3, dtype=torch.long), larger)
     with pytest.raises(CompatError, match="1 ids after 4 cached ones exceed the 4"):
         short = [KVCache(4) for _ in range(3)]
         model(torch.zeros(1, 4, dtype=torch.long), short)
@@ -167,7 +167,7 @@ def test_more_ids_than_there_are_positions_are_one_error_with_a_cache_too(
 
 @each_dialect
 @torch.no_grad()
-def test_the_checks_are_not_traced(tiny: Path, dialect: str) -> None:
+def test_the_checks_are_not_part_of_a_traced_graph(tiny: Path, dialect: str) -> None:
     model, ids = ours(tiny, dialect), torch.tensor(IDS)
     expected = model(ids)
     exported = torch.export.export(model, (ids,), strict=False).module()
@@ -180,7 +180,7 @@ def test_the_checks_are_not_traced(tiny: Path, dialect: str) -> None:
 
 
 @torch.no_grad()
-def test_a_graph_of_any_length_is_exported(tiny: Path) -> None:
+def test_a_graph_for_any_length_can_be_exported(tiny: Path) -> None:
     model = ours(tiny, "conv1d")
     lengths = torch.export.Dim("T", min=1, max=32)
     program = torch.export.export(

@@ -1,4 +1,4 @@
-"""A new model is initialised like GPT-2 and transformers: small weights, a loss of ln V."""
+"""A new model is initialised as in GPT-2 and transformers: small weights, and a loss of ln V."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = [
 @both_dialects
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_loss_of_a_fresh_model_is_ln_v(dialect: str, shape: dict[str, int], tied: bool) -> None:
+def test_the_loss_of_a_new_model_is_ln_v(dialect: str, shape: dict[str, int], tied: bool) -> None:
     torch.manual_seed(0)
     config = GPT2Config(**shape, tie_word_embeddings=tied)
     model = DIALECTS[dialect].model_class(config).eval()
@@ -39,7 +39,7 @@ def test_the_loss_of_a_fresh_model_is_ln_v(dialect: str, shape: dict[str, int], 
 
 
 def expected_std(name: str, n_layer: int) -> float | None:
-    """Of a tensor by Hugging Face's name; None where all values are one constant."""
+    """Return the standard deviation of a tensor, or None if all of its values are equal."""
     if name.endswith("c_proj.weight"):
         return 0.02 / math.sqrt(2 * n_layer)
     matrices = ("c_attn.weight", "c_fc.weight", "wte.weight", "wpe.weight", "lm_head.weight")
@@ -65,21 +65,21 @@ def test_every_kind_of_weight_is_initialised_as_in_transformers(dialect: str, ti
 
 
 @both_dialects
-def test_a_fresh_models_head_stays_tied(dialect: str) -> None:
+def test_the_head_of_a_new_model_stays_tied(dialect: str) -> None:
     model = DIALECTS[dialect].model_class(GPT2Config(**SHAPES[0]))
     head = model.get_parameter("out_head.weight" if dialect == "linear" else "lm_head.weight")
     assert head is next(iter(model.parameters()))
 
 
 @both_dialects
-def test_a_single_block_is_initialised_like_one_of_the_model(dialect: str) -> None:
+def test_a_single_block_is_initialised_like_a_block_of_the_model(dialect: str) -> None:
     torch.manual_seed(0)
     config = GPT2Config(**SHAPES[1])
     block = DIALECTS[dialect].block_class(config)
     found = sorted(round(p.std().item(), 4) for p in block.parameters() if p.ndim > 1)
     residual = 0.02 / math.sqrt(2 * config.n_layer)
-    wide = 4 if dialect == "linear" else 2  # q, k and v apart, and the expansion
-    assert found == pytest.approx([residual] * 2 + [0.02] * wide, rel=0.05)
+    n_other_matrices = 4 if dialect == "linear" else 2  # expansion, q, k, v
+    assert found == pytest.approx([residual] * 2 + [0.02] * n_other_matrices, rel=0.05)
     biases = [p for name, p in block.named_parameters() if name.endswith("bias")]
     assert biases and not any(bias.count_nonzero() for bias in biases)
 

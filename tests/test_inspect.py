@@ -12,7 +12,7 @@ import torch
 
 from compat import CompatError, HubError, inspect_checkpoint, load_pretrained, load_tokenizer
 from compat.checkpoint.contents import Stored
-from tests.checkpoint_files import sharded
+from tests.checkpoint_files import save_sharded
 from tests.command_line import Cli
 from tests.conftest import State, Write
 from tests.foreign_files import ARGS, linear, masks
@@ -21,7 +21,7 @@ from tests.test_cli_errors import failing_with
 PARAMETERS = 97 * 24 + 32 * 24 + 3 * (12 * 24 * 24 + 13 * 24) + 2 * 24  # of conftest.TINY
 
 
-def test_a_checkpoint_of_transformers(tiny: Path) -> None:
+def test_a_checkpoint_of_transformers_is_described(tiny: Path) -> None:
     found = inspect_checkpoint(tiny)
     path = tiny / "model.safetensors"
     assert found.loads and found.error is None
@@ -53,7 +53,7 @@ def test_no_tensor_of_a_safetensors_file_is_read(
         load_pretrained(tiny)
 
 
-def test_parameters_are_those_of_the_model(demo_model: Any) -> None:
+def test_the_number_of_parameters_is_that_of_the_model(demo_model: Any) -> None:
     found = inspect_checkpoint("demo")
     assert found.parameters == sum(p.numel() for p in demo_model.parameters())
     tokens = max(load_tokenizer("demo").encode("The")) < 1024
@@ -66,8 +66,8 @@ def demo_model() -> Any:
     return load_pretrained("demo")
 
 
-def test_shards(tiny: Path, tmp_path: Path) -> None:
-    found = inspect_checkpoint(sharded(tmp_path, tiny))
+def test_shards_are_described(tiny: Path, tmp_path: Path) -> None:
+    found = inspect_checkpoint(save_sharded(tmp_path, tiny))
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert found.format == f"Hugging Face safetensors, {len(shards)} shards"
     index = tmp_path / "model.safetensors.index.json"
@@ -76,7 +76,9 @@ def test_shards(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_pickles_with_masks_and_a_head(write: Write, state: State, zipped: bool) -> None:
+def test_pickles_with_masks_and_a_head_are_described(
+    write: Write, state: State, zipped: bool
+) -> None:
     tensors = {**state, **masks(), "lm_head.weight": state["wte.weight"].clone()}
     folder = write(tensors, "pytorch_model.bin")
     torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
@@ -86,7 +88,7 @@ def test_pickles_with_masks_and_a_head(write: Write, state: State, zipped: bool)
     assert (found.prefixes, len(found.notes)) == ([""], 2)
 
 
-def test_a_checkpoint_of_nanogpt(tmp_path: Path, state: State) -> None:
+def test_a_checkpoint_of_nanogpt_is_described(tmp_path: Path, state: State) -> None:
     model = linear(state, "_orig_mod.transformer.")
     torch.save({"model": model, "model_args": ARGS, "optimizer": {}}, tmp_path / "ckpt.pt")
     found = inspect_checkpoint(tmp_path)
@@ -108,27 +110,27 @@ def test_a_checkpoint_of_mingpt_needs_the_number_of_heads(tmp_path: Path, state:
     assert found.config["n_head"] == 4
 
 
-def test_several_data_types(write: Write, state: State) -> None:
+def test_several_data_types_are_counted(write: Write, state: State) -> None:
     state["ln_f.bias"] = state["ln_f.bias"].half()
     found = inspect_checkpoint(write(state))
     assert found.dtypes == {"float32": 39, "float16": 1}
     assert len(found.notes) == 1
 
 
-# What would not load.
+# Checkpoints that would not load
 
 
-def the_error_of_loading(source: Path) -> str:
+def loading_error(source: Path) -> str:
     with pytest.raises(CompatError) as caught:
         load_pretrained(source)
     return str(caught.value)
 
 
-def test_with_a_bad_config_the_tensors_are_reported(write: Write, state: State) -> None:
+def test_the_tensors_are_reported_despite_an_invalid_config(write: Write, state: State) -> None:
     folder = write(state, n_head=0)
     found = inspect_checkpoint(folder)
     assert not found.loads
-    assert found.error == the_error_of_loading(folder)
+    assert found.error == loading_error(folder)
     assert (found.config["n_head"], found.config["n_layer"]) == (0, 3)
     assert (found.tensors, found.parameters, found.layout) == (40, PARAMETERS, "[in, out]")
     assert found.dtypes == {"float32": 40}
@@ -136,11 +138,11 @@ def test_with_a_bad_config_the_tensors_are_reported(write: Write, state: State) 
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
-def test_a_config_that_is_not_json(write: Write, state: State, text: str) -> None:
+def test_a_config_that_is_not_json_is_reported(write: Write, state: State, text: str) -> None:
     folder = write(state)
     (folder / "config.json").write_text(text)
     found = inspect_checkpoint(folder)
-    assert found.error == the_error_of_loading(folder)
+    assert found.error == loading_error(folder)
     assert (found.config, found.tensors) == ({}, 40)
 
 
@@ -148,7 +150,7 @@ def test_the_first_of_two_faults_is_reported(write: Write, state: State) -> None
     folder = write(state)
     (folder / "config.json").write_text("{")
     (folder / "model.safetensors").write_bytes(b"")
-    assert inspect_checkpoint(folder).error == the_error_of_loading(folder)
+    assert inspect_checkpoint(folder).error == loading_error(folder)
 
 
 @pytest.mark.parametrize(
@@ -167,12 +169,12 @@ def test_any_config_can_be_printed(
         done.out.encode()
 
 
-def test_with_a_bad_file_the_config_is_reported(tiny: Path, tmp_path: Path) -> None:
+def test_the_config_is_reported_despite_an_invalid_file(tiny: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny, tmp_path / "cut")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     found = inspect_checkpoint(folder)
-    assert found.error == the_error_of_loading(folder)
+    assert found.error == loading_error(folder)
     assert (found.format, found.tensors, found.config["n_layer"]) == ("safetensors", None, 3)
     assert found.bytes == path.stat().st_size
 
@@ -180,46 +182,48 @@ def test_with_a_bad_file_the_config_is_reported(tiny: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "changes", [{"n_layer": 2}, {"n_layer": 4}, {"vocab_size": 98}, {"n_layer": 10**9}]
 )
-def test_tensors_that_contradict_the_config(
+def test_tensors_that_contradict_the_config_are_reported(
     write: Write, state: State, changes: dict[str, int]
 ) -> None:
     folder = write(state, **changes)
     found = inspect_checkpoint(folder)
-    assert found.error == the_error_of_loading(folder)
+    assert found.error == loading_error(folder)
     assert found.config.items() >= changes.items()
     assert (found.tensors, found.format) == (40, "Hugging Face safetensors")
 
 
-def test_a_transposed_tensor_shows_in_the_layout(write: Write, state: State) -> None:
+def test_the_layout_reveals_a_transposed_tensor(write: Write, state: State) -> None:
     name = "h.1.mlp.c_fc.weight"
     folder = write({**state, name: state[name].t().contiguous()})
     found = inspect_checkpoint(folder)
     assert found.layout == "[in, out] and [out, in]"
-    assert found.error == the_error_of_loading(folder)
+    assert found.error == loading_error(folder)
 
 
-def test_an_empty_folder(tmp_path: Path) -> None:
+def test_an_empty_folder_is_reported(tmp_path: Path) -> None:
     found = inspect_checkpoint(tmp_path)
-    assert found.error == the_error_of_loading(tmp_path)
+    assert found.error == loading_error(tmp_path)
     assert (found.weights, found.format, found.files, found.tensors) == (None, None, {}, None)
 
 
-def test_an_unreachable_hub_is_an_error_and_not_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compat.checkpoint.find.fetch", failing_with(HubError("no route")))
     with pytest.raises(HubError, match="no route"):
         inspect_checkpoint("some/model")
 
 
-# The tokenizer.
+# The tokenizer
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, tiny: Path) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_model_is_reported(
+    tmp_path: Path, tiny: Path
+) -> None:
     folder = shutil.copytree(tiny, tmp_path / "larger")
     demo = Path(str(inspect_checkpoint("demo").weights)).parent
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(demo / name, folder)
     found = inspect_checkpoint(folder)
-    assert found.loads  # ids can be given instead of text
+    assert found.loads  # because the model can be used with ids
     assert "id 1023, but config.json has vocab_size 97" in found.tokenizer["error"]
 
 
@@ -248,7 +252,9 @@ def test_the_tokenizer_of_gpt2_is_not_fetched(
         ("machining", "Hugging Face safetensors", 236_224),
     ],
 )
-def test_checkpoints_made_by_others(shared: Path, name: str, format_: str, count: int) -> None:
+def test_checkpoints_by_other_authors_are_described(
+    shared: Path, name: str, format_: str, count: int
+) -> None:
     found = inspect_checkpoint(shared / "data/checkpoints" / name)
     assert (found.loads, found.format, found.parameters) == (True, format_, count)
 
@@ -274,7 +280,7 @@ def test_checkpoints_made_by_others(shared: Path, name: str, format_: str, count
         ),
     ],
 )
-def test_what_serving_tools_do_not_support_is_noted(
+def test_settings_that_serving_tools_do_not_support_are_noted(
     write: Write, state: State, config: dict[str, Any], notes: list[str]
 ) -> None:
     found = inspect_checkpoint(write(state, **config))

@@ -1,4 +1,4 @@
-"""The cache of 8-bit weights changes nothing but the time, and never returns other weights."""
+"""The cache of int8 weights only saves time, and never returns weights of other checkpoints."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ INT8 = [native.NativeInt8Prompts, matrices.int8_weight_only, matrices.Int8TwoTer
 
 
 class Cache:
-    """A cache of its own for a test, and the number of checkpoints that were quantized for it."""
+    """The cache of one test, and how many checkpoints were quantized for it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.quantized = folder / "int8", 0
 
     def engine(self, source: Any, **options: Any) -> Engine:
-        """An int8 engine, after its entry was written."""
+        """Return an int8 engine after its cache entry has been written."""
         engine = Engine.from_pretrained(source, **{"dtype": "int8", **options})
         finish_writing()
         return engine
@@ -56,11 +56,11 @@ def finish_writing() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    made = Cache(tmp_path / "cache")
+    cache = Cache(tmp_path / "cache")
 
     class Counting(Int8Weights):
         def __init__(self, *arguments: Any) -> None:
-            made.quantized += 1
+            cache.quantized += 1
             super().__init__(*arguments)
 
     monkeypatch.setenv("COMPAT_CACHE", "1")
@@ -68,12 +68,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     monkeypatch.setattr(int8_cache, "Int8Weights", Counting)
     monkeypatch.setattr(int8_cache, "SMALLEST", 0)
     monkeypatch.setattr(int8_cache, "SETTLED", 0)
-    return made
+    return cache
 
 
 @pytest.fixture
 def source(tmp_path: Path, tiny: Path) -> Path:
-    """A copy of `tiny`, which the test may change."""
+    """A copy of `tiny` that the test may change."""
     return Path(shutil.copytree(tiny, tmp_path / "source"))
 
 
@@ -84,14 +84,14 @@ def uncached(source: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> En
 
 
 def assert_equal(one: Engine, other: Engine) -> None:
-    """The engines compute the same bits."""
+    """Check that both engines compute the same bits."""
     assert one.config == other.config
     assert torch.equal(one.score(IDS), other.score(IDS))
     assert torch.equal(one.generate(IDS, **GREEDY), other.generate(IDS, **GREEDY))
 
 
 def change_a_weight(source: Path) -> None:
-    """Change one weight in place, without a trace in size and time of modification."""
+    """Change one weight in place without changing the file's size and modification time."""
     file = source / "model.safetensors"
     status = file.stat()
     at = 8 + int.from_bytes(file.read_bytes()[:8], "little")
@@ -105,7 +105,7 @@ def change_a_weight(source: Path) -> None:
 @pytest.mark.parametrize("outliers", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kernel", INT8, ids=lambda kernel: str(kernel.__name__))
-def test_an_engine_from_the_cache_computes_what_one_without_it_does(
+def test_an_engine_from_the_cache_computes_the_same_as_one_without_it(
     cache: Cache, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch,
     kernel: Any, tied: bool, outliers: bool,
 ) -> None:  # fmt: skip
@@ -125,7 +125,7 @@ def test_an_engine_from_the_cache_computes_what_one_without_it_does(
 def test_a_wrong_entry_changes_what_the_engine_computes(
     cache: Cache, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above depends on this."""
+    """The previous test depends on this."""
     cache.engine(source)
     [entry] = cache.entries
     metadata, tensors = SafetensorsFile(entry).metadata, load_file(entry)
@@ -139,7 +139,7 @@ def test_a_wrong_entry_changes_what_the_engine_computes(
 
 
 def replace_the_file(source: Path) -> None:
-    """Replace the file by another one of the same size and time of modification."""
+    """Replace the file with another one of the same size and modification time."""
     file, other = source / "model.safetensors", source / "other"
     shutil.copy2(file, other)
     other.rename(file)
@@ -156,7 +156,7 @@ def change_the_config(source: Path) -> None:
 def test_a_changed_checkpoint_is_quantized_again(
     cache: Cache, source: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr(int8_cache, "HEAD_BYTES", 0)  # the content is not even looked at
+    monkeypatch.setattr(int8_cache, "HEAD_BYTES", 0)  # the content is not compared
     monkeypatch.setattr(int8_cache, "SAMPLES", 0)
     before = cache.engine(source)
     change(source)
@@ -171,10 +171,10 @@ def test_a_changed_checkpoint_is_quantized_again(
 def test_only_a_cache_without_any_protection_is_stale(
     cache: Cache, source: Path, monkeypatch: pytest.MonkeyPatch, protection: str
 ) -> None:
-    """Protected by one of the two, as on a file system without times of changes, and by none."""
+    """Each of the two protections suffices; some file systems do not record change times."""
     status = os.fstat
 
-    class Unchanging:
+    class WithoutChangeTime:
         def __init__(self, file: int) -> None:
             self.found = status(file)
 
@@ -182,7 +182,7 @@ def test_only_a_cache_without_any_protection_is_stale(
             return 0 if name == "st_ctime_ns" else getattr(self.found, name)
 
     if protection != "time of the change":
-        monkeypatch.setattr(os, "fstat", Unchanging)
+        monkeypatch.setattr(os, "fstat", WithoutChangeTime)
     if protection != "content":
         monkeypatch.setattr(int8_cache, "HEAD_BYTES", 0)
         monkeypatch.setattr(int8_cache, "SAMPLES", 0)
@@ -209,7 +209,7 @@ def test_another_version_of_the_code_quantizes_again(
     assert cache.quantized == 5
 
 
-def test_the_code_includes_all_that_quantizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_version_covers_all_modules_that_quantize(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {path.name for pattern in int8_cache.SOURCES for path in int8_cache.ROOT.glob(pattern)}
     modules = (int8_cache, matrices, native, sys.modules[Int8Weights.__module__])
     used = {Path(str(module.__file__)).name for module in modules}
@@ -225,14 +225,14 @@ def test_the_code_includes_all_that_quantizes(monkeypatch: pytest.MonkeyPatch) -
     assert used | {"native.c"} <= set(read)
 
 
-def test_a_file_that_was_just_written_is_not_trusted(
+def test_a_recently_written_file_is_not_cached(
     cache: Cache, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be changed again without a change of its times, which tick slowly."""
+    """File times have a coarse resolution, so the file could change again without a new time."""
     monkeypatch.setattr(int8_cache, "SETTLED", 3600)
     cache.engine(source)
     assert not cache.entries
-    os.utime(source / "model.safetensors", (0, 0))  # the time of the change is that of this call
+    os.utime(source / "model.safetensors", (0, 0))  # this call sets the change time
     os.utime(source / "config.json", (0, 0))
     cache.engine(source)
     assert not cache.entries
@@ -284,20 +284,20 @@ def flipped(content: bytes, at: int) -> bytes:
 
 
 @pytest.mark.parametrize("verified", [True, False])
-def test_the_header_of_an_entry_is_verified(
+def test_a_changed_header_of_an_entry_is_detected(
     cache: Cache, source: Path, monkeypatch: pytest.MonkeyPatch, verified: bool
 ) -> None:
-    """No checksum of a tensor covers its shape."""
+    """The checksums of the tensors do not cover their shapes."""
     if not verified:
         monkeypatch.setattr(int8_cache.Int8Cache, "_signature", lambda *_: "")
     cache.engine(source)
     [entry] = cache.entries
     content = entry.read_bytes()
-    right, wrong = (
+    correct, wrong = (
         b'"wpe.weight":{"dtype":"BF16","shape":' + shape for shape in (b"[32,24]", b"[24,32]")
     )
-    assert right in content
-    entry.write_bytes(content.replace(right, wrong))
+    assert correct in content
+    entry.write_bytes(content.replace(correct, wrong))
     found = cache.engine(source)
     assert cache.quantized == (2 if verified else 1)
     assert (found.transformer.wpe.shape == (32, 24)) == verified
@@ -326,19 +326,19 @@ def test_non_finite_weights_are_refused_and_not_cached(cache: Cache, source: Pat
     assert not cache.entries
 
 
-def switched_off(patch: pytest.MonkeyPatch, folder: Path) -> None:
+def disabled_cache(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv("COMPAT_CACHE", "0")
 
 
-def no_home(patch: pytest.MonkeyPatch, folder: Path) -> None:
+def no_home_folder(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(int8_cache, "cache_folder", lambda: None)
 
 
-def file_in_the_way(patch: pytest.MonkeyPatch, folder: Path) -> None:
+def file_at_the_path(patch: pytest.MonkeyPatch, folder: Path) -> None:
     folder.write_text("")
 
 
-def writable_for_others(patch: pytest.MonkeyPatch, folder: Path) -> None:
+def writable_by_others(patch: pytest.MonkeyPatch, folder: Path) -> None:
     (folder / "int8").mkdir(parents=True)
     (folder / "int8").chmod(0o777)
 
@@ -364,14 +364,14 @@ def large_checkpoint(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 OBSTACLES = [
-    switched_off, no_home, file_in_the_way, writable_for_others, owned_by_another, full_disk,
-    small_checkpoint, large_checkpoint,
+    disabled_cache, no_home_folder, file_at_the_path, writable_by_others, owned_by_another,
+    full_disk, small_checkpoint, large_checkpoint,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 @pytest.mark.filterwarnings("error")
-def test_without_a_cache_the_engine_is_the_same(
+def test_without_a_cache_the_engine_computes_the_same(
     cache: Cache, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str], obstacle: Callable[[pytest.MonkeyPatch, Path], None],
 ) -> None:  # fmt: skip
@@ -395,7 +395,7 @@ def test_an_entry_is_read_from_a_cache_that_cannot_be_written(
     assert cache.quantized == 1
 
 
-def test_nobody_else_can_read_or_write_it(cache: Cache, source: Path) -> None:
+def test_only_the_owner_can_read_and_write_the_cache(cache: Cache, source: Path) -> None:
     umask = os.umask(0)
     try:
         cache.engine(source)
@@ -419,8 +419,8 @@ def test_an_unexpected_error_is_reported(
     assert not cache.entries
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
-def test_only_the_thread_that_writes_has_the_lowest_priority(
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_only_the_writing_thread_has_the_lowest_priority(
     cache: Cache, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def priority() -> int:
@@ -433,7 +433,7 @@ def test_only_the_thread_that_writes_has_the_lowest_priority(
     assert found == [19] and priority() == before < 19
 
 
-def test_processes_that_start_at_once_do_not_disturb_each_other(
+def test_concurrent_processes_do_not_disturb_each_other(
     cache: Cache, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = uncached(source, monkeypatch).score(IDS)
@@ -463,7 +463,7 @@ Engine.from_pretrained(sys.argv[1], dtype="int8")
 """
 
 
-def test_a_process_does_not_end_before_its_entry_is_written(cache: Cache, source: Path) -> None:
+def test_a_process_ends_only_after_its_entry_is_written(cache: Cache, source: Path) -> None:
     environment = {**os.environ, "COMPAT_NATIVE": "0", "COMPAT_CACHE": "1"}
     command = [sys.executable, "-c", EXITING, str(source), str(cache.folder.parent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -471,39 +471,39 @@ def test_a_process_does_not_end_before_its_entry_is_written(cache: Cache, source
     assert [entry.suffix for entry in cache.entries] == [".safetensors"]
 
 
-def test_it_is_bounded_and_keeps_what_was_used_last(
+def test_the_cache_is_bounded_and_keeps_the_most_recently_used_entries(
     cache: Cache, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = [make_checkpoint(seed=seed) for seed in range(4)]
     cache.engine(sources[0])
     [first] = cache.entries
-    monkeypatch.setattr(int8_cache, "LARGEST", first.stat().st_size * 5 // 2)  # two of them
+    monkeypatch.setattr(int8_cache, "LARGEST", first.stat().st_size * 5 // 2)  # fits two entries
     cache.engine(sources[1])
     [second] = set(cache.entries) - {first}
     for number, entry in enumerate((first, second)):
         os.utime(entry, (1000 + number, entry.stat().st_mtime))
     modified = first.stat().st_mtime_ns
-    cache.engine(sources[0])  # which makes the second one the oldest
-    assert first.stat().st_mtime_ns == modified  # or another reader would take it for changed
+    cache.engine(sources[0])  # makes the second entry the least recently used
+    assert first.stat().st_mtime_ns == modified  # otherwise a reader would consider it changed
     cache.engine(sources[2])
     assert first in cache.entries and second not in cache.entries and len(cache.entries) == 2
     cache.engine(sources[3])
     assert cache.quantized == 4 and len(cache.entries) == 2
 
 
-def test_files_of_killed_processes_are_deleted_later(cache: Cache, source: Path) -> None:
+def test_temporary_files_of_killed_processes_are_deleted_later(cache: Cache, source: Path) -> None:
     cache.engine(source)
     [entry] = cache.entries
-    left = entry.with_name(f".{entry.name}.compat-tmp-1-0")
+    temporary = entry.with_name(f".{entry.name}.compat-tmp-1-0")
     for age, remain in ((10, True), (7200, False)):
-        left.write_bytes(b"half")
-        os.utime(left, (time.time() - age, time.time() - age))
+        temporary.write_bytes(b"half")
+        os.utime(temporary, (time.time() - age, time.time() - age))
         entry.unlink()
         cache.engine(source)
-        assert left.exists() == remain
+        assert temporary.exists() == remain
 
 
-def test_snapshots_of_the_hub_share_an_entry_while_they_have_the_same_file(
+def test_snapshots_of_the_hub_share_an_entry_if_they_have_the_same_file(
     cache: Cache, source: Path, tmp_path: Path, make_checkpoint: MakeCheckpoint
 ) -> None:
     snapshots = [tmp_path / name for name in "ab"]
@@ -528,7 +528,7 @@ def test_a_packed_file_is_not_packed_again(cache: Cache, source: Path, tmp_path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_draft_models_use_it_and_do_not_change_the_tokens(
+def test_draft_models_use_the_cache_and_do_not_change_the_tokens(
     cache: Cache, source: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any
 ) -> None:
     plain = Engine.from_pretrained(source, dtype=dtype, speculate=None)
@@ -545,7 +545,7 @@ def test_draft_models_use_it_and_do_not_change_the_tokens(
     assert cache.quantized == 1
 
 
-def test_a_draft_model_does_without_a_checkpoint_that_changed(cache: Cache, source: Path) -> None:
+def test_a_draft_model_is_disabled_if_its_checkpoint_changes(cache: Cache, source: Path) -> None:
     expected = Engine.from_pretrained(source, speculate=None).generate(IDS, **GREEDY)
     engine = Engine.from_pretrained(source, speculate="int8")
     change_a_weight(source)

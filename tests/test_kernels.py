@@ -1,4 +1,4 @@
-"""Selection of kernels: wrong ones are never selected, and the fastest is cached on disk."""
+"""Kernel selection: wrong kernels are never selected, and the fastest one is cached on disk."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from compat.decoding.matrices import Blas, Int8, Linear, Pack
 
 
 @pytest.fixture(autouse=True)
-def _own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The choices of these tests are not written to the user's cache; the native library is."""
+def _separate_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep the choices of these tests out of the user's cache, but use its native library."""
     native_library.library()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
@@ -41,10 +41,10 @@ def test_the_last_candidate_is_documented_and_works(precision: str) -> None:
     [(p, n) for p, packs in kernels.CANDIDATES.items() for n in range(len(packs))],
 )
 @pytest.mark.parametrize("fault", ["removed", "wrong"])
-def test_an_engine_works_with_the_last_kernel_only(
+def test_an_engine_works_with_only_the_last_working_kernel(
     precision: str, count: int, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each optional operator in turn is missing in torch, or computes a wrong product."""
+    """All kernels before it are missing in torch or compute wrong products."""
     packs = kernels.CANDIDATES[precision]
 
     def removed(weight: Tensor, bias: Tensor | None) -> Any:
@@ -62,8 +62,8 @@ def test_an_engine_works_with_the_last_kernel_only(
 
 
 @pytest.mark.parametrize("size", [(24, 72), (40, 64), (33, 7), (96, 97), (64, 64)])
-def test_8_bit_products_are_right_for_any_size(size: tuple[int, int]) -> None:
-    """torch's kernel reads past the end of rows that its block size does not divide."""
+def test_8_bit_products_are_correct_for_any_size(size: tuple[int, int]) -> None:
+    """torch's kernel reads past the end of rows whose length its block size does not divide."""
     weight, bias, x = torch.randn(size), torch.randn(size[1]), torch.randn(3, size[0])
     for pack in {*kernels.CANDIDATES["int8"], *kernels.CANDIDATES["draft"]}:
         found = pack(weight, bias)(x)
@@ -77,7 +77,7 @@ def test_on_an_accelerator_the_first_working_kernel_is_selected(
         return device.type == "cuda" and pack is not kernels.CANDIDATES[precision][0]
 
     monkeypatch.setattr(kernels, "works", works)
-    monkeypatch.setattr(kernels, "seconds", None)  # nothing is timed by the clock of the CPU
+    monkeypatch.setattr(kernels, "seconds", None)  # timing on the CPU would be meaningless
     for precision, candidates in kernels.CANDIDATES.items():
         kernels.clear_choices()
         assert kernels.fastest(precision, 1, 1, torch.device("cuda")) is candidates[1]
@@ -115,11 +115,11 @@ def test_measuring_does_not_change_the_users_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# What is remembered, where, and when.
+# The cache of measured choices
 
 
 def fake_seconds(monkeypatch: pytest.MonkeyPatch, **known: float) -> list[int]:
-    """Replace the measurement by these times; the list grows with every call."""
+    """Replace the measurement by these times; the returned list grows with every call."""
     calls: list[int] = []
 
     def seconds(packs: Sequence[Any], dtype: torch.dtype, rows: int) -> list[float]:
@@ -132,7 +132,7 @@ def fake_seconds(monkeypatch: pytest.MonkeyPatch, **known: float) -> list[int]:
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Path:
+def cache_file(tmp_path: Path) -> Path:
     path = tmp_path / "cache/gpt2-compat/kernels.json"
     path.parent.mkdir(parents=True)
     return path
@@ -154,39 +154,41 @@ DAMAGED: dict[str, bytes] = {
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_or_foreign_file_is_ignored_and_replaced(
-    memory: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+    cache_file: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     calls = fake_seconds(monkeypatch, Blas=1.0)
     kernels.fastest("float32", 1, 7)
-    (place,) = json.loads(memory.read_text())
-    memory.write_bytes(DAMAGED[damage].replace(b"PLACE", place.encode()))
+    (key,) = json.loads(cache_file.read_text())
+    cache_file.write_bytes(DAMAGED[damage].replace(b"PLACE", key.encode()))
     kernels.clear_choices()
     calls.clear()
     assert kernels.fastest("float32", 1, 7) is Blas
     assert calls
-    assert json.loads(memory.read_text())[place] == "Blas"
-    assert list(memory.parent.iterdir()) == [memory]
+    assert json.loads(cache_file.read_text())[key] == "Blas"
+    assert list(cache_file.parent.iterdir()) == [cache_file]
 
 
-def test_entries_of_other_machines_are_kept(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_of_other_machines_are_kept(
+    cache_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_seconds(monkeypatch, Blas=1.0)
-    memory.write_text(json.dumps({"another machine": "OneDnn", "damaged": [1]}))
+    cache_file.write_text(json.dumps({"another machine": "OneDnn", "damaged": [1]}))
     kernels.fastest("float32", 1, 7)
-    known = json.loads(memory.read_text())
+    known = json.loads(cache_file.read_text())
     assert known.pop("another machine") == "OneDnn"
     assert list(known.values()) == ["Blas"]
 
 
 @pytest.mark.parametrize("obstacle", ["folder", "file above", "no space"])
 def test_a_choice_that_cannot_be_written_to_disk_is_still_used(
-    memory: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+    cache_file: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
 ) -> None:
     fake_seconds(monkeypatch, Blas=1.0)
     if obstacle == "folder":
-        memory.mkdir()
+        cache_file.mkdir()
     elif obstacle == "file above":
-        memory.parent.rmdir()
-        memory.parent.write_text("")
+        cache_file.parent.rmdir()
+        cache_file.parent.write_text("")
     else:
 
         def full(*_: Any, **__: Any) -> None:
@@ -194,8 +196,8 @@ def test_a_choice_that_cannot_be_written_to_disk_is_still_used(
 
         monkeypatch.setattr(Path, "write_text", full)
     assert kernels.fastest("float32", 1, 7) is Blas
-    if memory.parent.is_dir():
-        assert not list(memory.parent.glob(".*"))  # no temporary file
+    if cache_file.parent.is_dir():
+        assert not list(cache_file.parent.glob(".*"))  # no temporary file is left
 
 
 @pytest.mark.parametrize("unknown", [RuntimeError, KeyError])
@@ -243,46 +245,48 @@ print(engine.generate(torch.tensor([[1, 2]]), max_new_tokens=2).shape[1])
     ("wall", "running", "idle"),
     [(1.0, 0.97, True), (1.0, 0.5, False), (0.001, 0.0, True), (20.0, 17.0, False)],
 )
-def test_a_measuring_thread_that_had_to_wait_shows_a_busy_machine(
+def test_a_measuring_thread_that_had_to_wait_indicates_a_busy_machine(
     wall: float, running: float, idle: bool
 ) -> None:
     assert kernels.was_idle(wall, running) == idle
 
 
-def test_a_thread_that_sleeps_is_not_running(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleeping_thread_does_not_count_as_running(
+    cache_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def slow(packs: Sequence[Any], dtype: torch.dtype, rows: int) -> list[float]:
         time.sleep(0.1)
         return [9.0 - (pack is Blas) for pack in packs]
 
     monkeypatch.setattr(kernels, "seconds", slow)
     assert kernels.fastest("float32", 1, 7) is Blas
-    assert not memory.exists()
+    assert not cache_file.exists()
 
 
 def test_a_busy_machine_is_measured_again_later(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
+    cache_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(kernels.time, "monotonic", lambda: now)
     calls = fake_seconds(monkeypatch, Blas=2.0, Linear=1.0)
     monkeypatch.setattr(kernels, "was_idle", lambda *_: False)
     assert kernels.fastest("float32", 1, 7) is Linear
-    assert not memory.exists()
+    assert not cache_file.exists()
     calls.clear()
     assert kernels.fastest("float32", 1, 7) is Linear
-    assert not calls  # not for every engine
+    assert not calls  # the measurement is not repeated for every engine
     now += kernels.REMEASURE_AFTER + 1
     calls = fake_seconds(monkeypatch, Blas=1.0, Linear=2.0)
     assert kernels.fastest("float32", 1, 7) is Blas
-    assert list(json.loads(memory.read_text()).values()) == ["Blas"]
+    assert list(json.loads(cache_file.read_text()).values()) == ["Blas"]
     calls.clear()
     now += 10 * kernels.REMEASURE_AFTER
     assert kernels.fastest("float32", 1, 7) is Blas
     assert not calls
 
 
-def test_measurements_that_disagree_are_not_written_to_disk(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
+def test_inconsistent_measurements_are_not_written_to_disk(
+    cache_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = [True]
 
@@ -293,10 +297,12 @@ def test_measurements_that_disagree_are_not_written_to_disk(
 
     monkeypatch.setattr(kernels, "seconds", seconds)
     assert kernels.fastest("float32", 1, 7) is Linear
-    assert not memory.exists()
+    assert not cache_file.exists()
 
 
-def test_two_threads_share_one_measurement(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_share_one_measurement(
+    cache_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running, most, calls = [0], [0], list[int]()
 
     def seconds(packs: Sequence[Any], dtype: torch.dtype, rows: int) -> list[float]:
@@ -313,7 +319,7 @@ def test_two_threads_share_one_measurement(memory: Path, monkeypatch: pytest.Mon
         found = list(pool.map(lambda rows: kernels.fastest("float32", rows, 7), [1, 4] * 4))
     assert set(found) == {Blas}
     assert most == [1]
-    assert sorted(calls) == [1, 1, 4, 4]  # two measurements each
+    assert sorted(calls) == [1, 1, 4, 4]  # two measurements per number of rows
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

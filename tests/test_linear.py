@@ -1,4 +1,4 @@
-"""The `linear` blocks against the formulas of torch and transformers."""
+"""The `linear` blocks equal the formulas of torch and transformers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NOTEBOOK = {
 
 @pytest.fixture
 def x() -> Tensor:
-    """Hidden states (2, 5, 768), with a different mean and spread at every position."""
+    """Hidden states (2, 5, 768) with a different mean and spread at each position."""
     torch.manual_seed(0)
     return 3 * torch.randn(2, 5, 768) + torch.randn(2, 5, 1)
 
 
 def noisy(module: nn.Module) -> nn.Module:
-    """The module with noise on every parameter, in eval mode."""
+    """Add noise to every parameter of the module, and return it in eval mode."""
     torch.manual_seed(1)
     for parameter in module.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
@@ -42,7 +42,7 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_layer_norm_makes_mean_0_and_variance_1(x: Tensor) -> None:
+def test_layer_norm_yields_mean_0_and_variance_1(x: Tensor) -> None:
     out = linear.LayerNorm(768)(x)  # scale 1 and shift 0
     torch.testing.assert_close(out.mean(-1), torch.zeros(2, 5), atol=1e-6, rtol=0)
     torch.testing.assert_close(out.var(-1, correction=0), torch.ones(2, 5), atol=1e-5, rtol=0)
@@ -57,7 +57,7 @@ def test_scale_and_shift_can_undo_layer_norm(x: Tensor) -> None:
     torch.testing.assert_close(norm(position), position, atol=1e-5, rtol=0)
 
 
-def test_layer_norm_equals_torchs_and_no_other_formula(x: Tensor) -> None:
+def test_layer_norm_equals_that_of_torch_and_differs_from_similar_formulas(x: Tensor) -> None:
     norm, fused = noisy(linear.LayerNorm(768)), nn.LayerNorm(768)
     fused.load_state_dict({"weight": norm.scale, "bias": norm.shift})
     rounding = 2e-6
@@ -78,7 +78,7 @@ def test_layer_norm_uses_eps(x: Tensor) -> None:
     assert not torch.allclose(linear.LayerNorm(768, 1e-3)(small), linear.LayerNorm(768)(small))
 
 
-def test_layer_norm_without_bias_equals_torch(x: Tensor) -> None:
+def test_layer_norm_without_bias_equals_that_of_torch(x: Tensor) -> None:
     norm, fused = noisy(linear.LayerNorm(768, bias=False)), nn.LayerNorm(768, bias=False)
     assert [name for name, _ in norm.named_parameters()] == ["scale"]
     fused.load_state_dict({"weight": norm.scale})
@@ -86,8 +86,8 @@ def test_layer_norm_without_bias_equals_torch(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_layer_norm_in_other_precisions(x: Tensor, dtype: torch.dtype) -> None:
-    """Half precision is summed in float32, as torch's kernel does; the result keeps its type."""
+def test_layer_norm_in_other_precisions_equals_that_of_torch(x: Tensor, dtype: torch.dtype) -> None:
+    """As in torch's kernel, sums are computed in float32, and the result keeps its data type."""
     norm, fused = noisy(linear.LayerNorm(768)).to(dtype), nn.LayerNorm(768, dtype=dtype)
     fused.load_state_dict({"weight": norm.scale, "bias": norm.shift})
     assert norm(x.to(dtype)).dtype == dtype
@@ -124,13 +124,13 @@ def test_attention_is_causal(x: Tensor) -> None:
     assert not torch.allclose(attention(x)[:, 3:], attention(changed)[:, 3:])
 
 
-def test_the_mask_is_not_stored() -> None:
+def test_the_causal_mask_is_not_stored() -> None:
     attention = linear.MultiHeadAttention(NOTEBOOK)
     assert "mask" not in attention.state_dict()
     assert not dict(attention.named_buffers())
 
 
-def test_every_block_takes_the_notebooks_dictionary(x: Tensor) -> None:
+def test_every_block_accepts_the_notebooks_dictionary(x: Tensor) -> None:
     assert linear.TransformerBlock(NOTEBOOK).eval()(x).shape == x.shape
     names = {"emb_dim": 768, "num_heads": 12, "number_of_layers": 2, "context_length": 8}
     model = linear.GPTModel({**names, "vocab_size": 11, "drop_rate": 0.0, "qkv_bias": True})
@@ -145,7 +145,7 @@ def test_dropout_is_off_in_eval_mode_and_on_in_training(x: Tensor) -> None:
     assert not torch.equal(block(x), block(x))
 
 
-def test_whole_model_has_the_known_size() -> None:
+def test_the_model_has_the_published_number_of_parameters() -> None:
     with torch.device("meta"):
         assert count(linear.GPTModel(GPT2Config())) == 124_439_808
         assert count(linear.GPTModel(GPT2Config(n_layer=6))) == 81_912_576
@@ -153,7 +153,7 @@ def test_whole_model_has_the_known_size() -> None:
         assert count(linear.GPTModel(medium)) == 354_823_168
 
 
-def test_unknown_activation_is_refused_by_name() -> None:
+def test_an_unknown_activation_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"'gelu_old'.*must be one of gelu_new"):
         linear.FeedForward({"activation_function": "gelu_old"})
 

@@ -1,4 +1,4 @@
-"""load_into: a user's module is loaded completely or not at all."""
+"""load_into loads a user's module completely or not at all."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from compat import (
 from compat.checkpoint import open_checkpoint
 from compat.dialects import DIALECTS
 from tests.conftest import MakeCheckpoint, noisy_reference
-from tests.loading_common import both_dialects, identical, ids, saved
+from tests.loading_common import both_dialects, check_identical, ids, save
 from tests.own_gpt2 import MyGPT2, my_map
 
 
-def untouched(
+def check_refused(
     model: nn.Module,
     name_map: NameMap,
     source: Path,
     *fragments: str,
     error: type[CompatError] = CompatError,
 ) -> None:
-    """Check that load_into raises this error and leaves every parameter unchanged."""
+    """Check that load_into raises this error and leaves all parameters unchanged."""
     before = dict(model.named_parameters(remove_duplicate=False))
     values = {name: parameter.detach().clone() for name, parameter in before.items()}
     with pytest.raises(error) as caught:
@@ -45,24 +45,24 @@ def untouched(
         assert fragment in str(caught.value)
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is parameter for name, parameter in before.items())
-    identical({name: parameter.detach() for name, parameter in after.items()}, values)
+    check_identical({name: parameter.detach() for name, parameter in after.items()}, values)
 
 
-# A module of one's own.
+# A user's module
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("head", "row"), [("tied", True), ("tied", False), ("untied", True), (None, False)]
 )
-def test_load_into_a_users_module(
+def test_load_into_loads_a_users_module(
     make_checkpoint: MakeCheckpoint, tied: bool, head: str | None, row: bool
 ) -> None:
     folder = make_checkpoint(tie_word_embeddings=tied)
     model = MyGPT2(head).eval()
     name_map = my_map(without="" if row else "lm_head.weight")
-    if not tied and head != "untied":  # there is no place for a head of its own
-        untouched(model, name_map, folder, "head" if row or head else "lm_head.weight")
+    if not tied and head != "untied":  # the model has no separate head
+        check_refused(model, name_map, folder, "head" if row or head else "lm_head.weight")
         return
     load_into(model, name_map, folder)
     reference = noisy_reference(tie_word_embeddings=tied)
@@ -73,7 +73,7 @@ def test_load_into_a_users_module(
     expected = reference.state_dict()
     if tied:
         del expected["lm_head.weight"]
-    identical(to_hf_state_dict(model, name_map), expected)
+    check_identical(to_hf_state_dict(model, name_map), expected)
 
 
 def test_load_into_keeps_dtype_mode_and_frozen_parameters(tiny: Path) -> None:
@@ -110,7 +110,7 @@ def test_load_into_fills_a_module_built_on_the_meta_device(tiny: Path, head: str
     assert (model.head.weight is model.tokens.weight) == (head == "tied")
 
 
-# What does not fit.
+# Maps and modules that do not fit
 
 
 QKV, FC = "h.{i}.attn.c_attn.weight", "h.{i}.mlp.c_fc.weight"
@@ -179,34 +179,34 @@ QKV_PARTS, WIDE = ("stack.{i}.query_key.weight", "stack.{i}.value.weight"), "sta
 def test_load_into_refuses_a_map_that_does_not_fit(
     tiny: Path, name_map: NameMap, fragments: tuple[str, ...]
 ) -> None:
-    untouched(MyGPT2(), name_map, tiny, *fragments, error=NameMapError)
+    check_refused(MyGPT2(), name_map, tiny, *fragments, error=NameMapError)
 
 
 def test_load_into_refuses_a_parameter_without_a_row(tiny: Path) -> None:
     model = MyGPT2()
     model.temperature = nn.Parameter(torch.ones(1))
-    untouched(model, my_map(), tiny, "1 parameters", "no row: temperature", error=NameMapError)
+    check_refused(model, my_map(), tiny, "1 parameters", "no row: temperature", error=NameMapError)
 
 
 def test_load_into_refuses_a_module_of_another_size(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(n_positions=64)
     message = "places.weight: found [64, 24] (wpe.weight [64, 24], same), expected [32, 24]"
-    untouched(MyGPT2(), my_map(), folder, message, error=NameMapError)
+    check_refused(MyGPT2(), my_map(), folder, message, error=NameMapError)
 
 
 @pytest.mark.parametrize("n_layer", [2, 4])
 def test_load_into_refuses_another_depth(make_checkpoint: MakeCheckpoint, n_layer: int) -> None:
     name = "stack.2.wide.bias" if n_layer == 2 else "stack.3.wide.weight"
     folder = make_checkpoint(n_layer=n_layer)
-    untouched(MyGPT2(), my_map(), folder, name.removesuffix(".wide.bias"), error=NameMapError)
+    check_refused(MyGPT2(), my_map(), folder, name.removesuffix(".wide.bias"), error=NameMapError)
 
 
-def test_load_into_changes_nothing_when_the_last_tensor_is_not_finite(tmp_path: Path) -> None:
+def test_load_into_changes_nothing_if_the_last_tensor_is_not_finite(tmp_path: Path) -> None:
     reference = noisy_reference()
     with torch.no_grad():
         reference.transformer.h[2].mlp.c_proj.bias[7] = float("nan")
-    folder = saved(tmp_path, reference)
-    untouched(MyGPT2(), my_map(), folder, "h.2.mlp.c_proj.bias", "[7]", error=CheckpointError)
+    folder = save(tmp_path, reference)
+    check_refused(MyGPT2(), my_map(), folder, "h.2.mlp.c_proj.bias", "[7]", error=CheckpointError)
 
 
 def test_load_into_refuses_buffers_without_values(tiny: Path) -> None:
@@ -217,7 +217,7 @@ def test_load_into_refuses_buffers_without_values(tiny: Path) -> None:
         load_into(model, my_map(), tiny)
 
 
-# Blocks that lack biases.
+# Blocks without biases
 
 
 LACKING = [
@@ -234,12 +234,12 @@ def test_a_bias_that_the_model_lacks_is_refused_unless_zero(
     config = GPT2Config.from_dict({**open_checkpoint(tiny).config.to_hf_dict(), field: False})
     model = DIALECTS[dialect].model_class(config)
     name_map = DIALECTS[dialect].name_map
-    untouched(model, name_map, tiny, named, "not zero", error=CheckpointError)
+    check_refused(model, name_map, tiny, named, "not zero", error=CheckpointError)
 
 
 @both_dialects
 @pytest.mark.parametrize(("field", "biases", "named"), LACKING)
-def test_zero_biases_that_the_model_lacks_are_dropped_and_written_back(
+def test_zero_biases_that_the_model_lacks_are_skipped_and_written_again(
     tmp_path: Path, dialect: str, field: str, biases: tuple[str, ...], named: str
 ) -> None:
     reference = noisy_reference()
@@ -247,34 +247,34 @@ def test_zero_biases_that_the_model_lacks_are_dropped_and_written_back(
         for name, parameter in reference.named_parameters():
             if name.endswith(biases):
                 parameter.zero_()
-    folder = saved(tmp_path, reference)
+    folder = save(tmp_path, reference)
     config = GPT2Config.from_dict({**open_checkpoint(folder).config.to_hf_dict(), field: False})
     model = DIALECTS[dialect].model_class(config).eval()
     load_into(model, DIALECTS[dialect].name_map, folder)
     expected = reference.state_dict()
     del expected["lm_head.weight"]
-    identical(to_hf_state_dict(model), expected)
+    check_identical(to_hf_state_dict(model), expected)
     with torch.no_grad():
         torch.testing.assert_close(model(ids()), reference(ids()).logits, rtol=1e-4, atol=1e-4)
 
 
-# Writing back.
+# Saving
 
 
-def test_a_users_module_needs_a_map_to_be_saved() -> None:
+def test_a_users_module_cannot_be_saved_without_a_map() -> None:
     with pytest.raises(NameMapError, match="MyGPT2 is not one of compat's models"):
         to_hf_state_dict(MyGPT2())
 
 
-def test_a_map_that_lacks_a_parameter_is_refused_when_writing() -> None:
+def test_a_map_that_lacks_a_parameter_is_refused_when_saving() -> None:
     with pytest.raises(
         NameMapError, match=r"1 parameters of the model have no row: places\.weight"
     ):
         to_hf_state_dict(MyGPT2(), my_map(without="wpe.weight"))
 
 
-def test_a_map_without_an_embedding_can_be_written() -> None:
+def test_a_map_without_an_embedding_can_be_used_for_saving() -> None:
     model = nn.ModuleDict({"head": nn.Linear(4, 5, bias=False)})
     name_map = NameMap((Row("lm_head.weight", ("head.weight",), Same()),))
     written = to_hf_state_dict(model, name_map)
-    identical(written, {"lm_head.weight": model["head"].weight.detach()})
+    check_identical(written, {"lm_head.weight": model["head"].weight.detach()})

@@ -1,4 +1,4 @@
-"""Loading by name into the dialects: HF → ours → HF is bit-identical."""
+"""Loading into the dialects by name, and back to Hugging Face's layout, is bit-identical."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from compat import CompatError, ConfigError, load_block, load_pretrained, to_hf_
 from compat.checkpoint import open_checkpoint
 from compat.dialects import DIALECTS
 from tests.conftest import MakeCheckpoint, noisy_reference
-from tests.loading_common import both_dialects, identical, ids, saved
+from tests.loading_common import both_dialects, check_identical, ids, save
 
 HEADS = {"linear": ("out_head", "tok_emb"), "conv1d": ("lm_head", "wte")}
 
 
-# Both directions.
+# Both directions
 
 
 @both_dialects
 def test_a_tied_checkpoint_is_restored_bit_by_bit(tiny: Path, dialect: str) -> None:
     expected = noisy_reference().state_dict()
     del expected["lm_head.weight"]
-    identical(to_hf_state_dict(load_pretrained(tiny, dialect)), expected)
+    check_identical(to_hf_state_dict(load_pretrained(tiny, dialect)), expected)
 
 
 @both_dialects
@@ -40,7 +40,7 @@ def test_an_untied_checkpoint_is_restored_bit_by_bit(
     make_checkpoint: MakeCheckpoint, dialect: str, fields: dict[str, int]
 ) -> None:
     model = load_pretrained(make_checkpoint(seed=3, **fields), dialect)
-    identical(to_hf_state_dict(model), noisy_reference(seed=3, **fields).state_dict())
+    check_identical(to_hf_state_dict(model), noisy_reference(seed=3, **fields).state_dict())
 
 
 @both_dialects
@@ -48,8 +48,8 @@ def test_an_untied_head_that_equals_the_embedding_is_kept(tmp_path: Path, dialec
     reference = noisy_reference(tie_word_embeddings=False)
     with torch.no_grad():
         reference.lm_head.weight.copy_(reference.transformer.wte.weight)
-    model = load_pretrained(saved(tmp_path, reference), dialect)
-    identical(to_hf_state_dict(model), reference.state_dict())
+    model = load_pretrained(save(tmp_path, reference), dialect)
+    check_identical(to_hf_state_dict(model), reference.state_dict())
 
 
 @both_dialects
@@ -70,24 +70,26 @@ def test_transformers_computes_the_same_logits_from_the_saved_weights(
 
 
 @both_dialects
-def test_twelve_layers_are_not_mixed_up(make_checkpoint: MakeCheckpoint, dialect: str) -> None:
-    """A map that parses names confuses layer 1 with 10 and 11."""
+def test_twelve_layers_are_assigned_in_order(make_checkpoint: MakeCheckpoint, dialect: str) -> None:
+    """A map that compares names as prefixes confuses layer 1 with layers 10 and 11."""
     size = {"n_layer": 12, "n_embd": 8, "n_head": 2}
     model = load_pretrained(make_checkpoint(**size), dialect)
     reference = noisy_reference(**size)
     blocks = model.get_submodule(DIALECTS[dialect].block_path.removesuffix(".{i}"))
     assert len(blocks) == 12
     with torch.no_grad():
-        hidden = reference(ids(), output_hidden_states=True).hidden_states  # the last: after ln_f
+        hidden = reference(
+            ids(), output_hidden_states=True
+        ).hidden_states  # the last one is after ln_f
         for i, block in enumerate(blocks[:-1]):
             torch.testing.assert_close(block(hidden[i]), hidden[i + 1], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(model(ids()), reference(ids()).logits, rtol=1e-4, atol=1e-4)
     expected = reference.state_dict()
     del expected["lm_head.weight"]
-    identical(to_hf_state_dict(model), expected)
+    check_identical(to_hf_state_dict(model), expected)
 
 
-# What load_pretrained hands out.
+# The loaded model
 
 
 @both_dialects
@@ -112,7 +114,7 @@ def test_a_stored_head_that_differs_is_loaded_untied(
     state["lm_head.weight"] = state["transformer.wte.weight"] + 1
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
-    identical(to_hf_state_dict(load_pretrained(tmp_path, dialect)), state)
+    check_identical(to_hf_state_dict(load_pretrained(tmp_path, dialect)), state)
 
 
 @both_dialects
@@ -123,7 +125,8 @@ def test_a_loaded_model_is_complete_and_in_eval_mode(tiny: Path, dialect: str) -
     assert not any(module.training for module in model.modules())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         assert tensor.device == torch.device("cpu"), name
-        # The matrices of a mapped file are views: [out, in] of [in, out], q, k and v of one tensor.
+        # In a mapped model, matrices are views: [out, in] of [in, out], and q, k and v of one
+        # tensor.
         is_view = dialect == "linear" and tensor.dim() == 2 and tensor.stride(0) == 1
         assert tensor.is_contiguous() or is_view, name
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -132,10 +135,10 @@ def test_a_loaded_model_is_complete_and_in_eval_mode(tiny: Path, dialect: str) -
 
 
 @both_dialects
-def test_views_in_a_pickle_are_loaded_contiguously(
+def test_views_in_a_pickle_are_loaded_as_contiguous(
     tiny: Path, tmp_path: Path, dialect: str
 ) -> None:
-    """A `.bin` keeps the strides of `weight.T`; safetensors then refuses to write such a tensor."""
+    """A `.bin` file keeps the strides of `weight.T`, which safetensors refuses to write."""
     state = load_file(tiny / "model.safetensors")
     views = {k: v.t().contiguous().t() if v.dim() == 2 else v for k, v in state.items()}
     torch.save(views, tmp_path / "pytorch_model.bin")
@@ -143,16 +146,18 @@ def test_views_in_a_pickle_are_loaded_contiguously(
     model = load_pretrained(tmp_path, dialect)
     assert [k for k, v in model.named_parameters() if not v.is_contiguous()] == []
     save_file(to_hf_state_dict(model), tmp_path / "written.safetensors")
-    identical(load_file(tmp_path / "written.safetensors"), state)
+    check_identical(load_file(tmp_path / "written.safetensors"), state)
 
 
 @both_dialects
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtype_is_that_of_every_parameter(tiny: Path, dialect: str, dtype: torch.dtype) -> None:
+def test_all_parameters_have_the_requested_dtype(
+    tiny: Path, dialect: str, dtype: torch.dtype
+) -> None:
     model = load_pretrained(tiny, dialect, dtype=dtype)
     expected = noisy_reference().to(dtype).state_dict()
     del expected["lm_head.weight"]
-    identical(to_hf_state_dict(model), expected)
+    check_identical(to_hf_state_dict(model), expected)
 
 
 @both_dialects
@@ -161,15 +166,15 @@ def test_without_dtype_that_of_the_checkpoint_is_kept(
     tmp_path: Path, dialect: str, dtype: torch.dtype
 ) -> None:
     reference = noisy_reference().to(dtype)
-    model = load_pretrained(saved(tmp_path, reference), dialect)
+    model = load_pretrained(save(tmp_path, reference), dialect)
     assert {p.dtype for p in model.parameters()} == {dtype}
     expected = reference.state_dict()
     del expected["lm_head.weight"]
-    identical(to_hf_state_dict(model), expected)
+    check_identical(to_hf_state_dict(model), expected)
 
 
-def test_weights_beyond_the_data_type_are_refused(tmp_path: Path, tiny: Path) -> None:
-    """A cast to float16 would silently turn them into infinity."""
+def test_weights_beyond_the_range_of_the_data_type_are_refused(tmp_path: Path, tiny: Path) -> None:
+    """A cast to float16 would silently turn the weights into infinity."""
     state = load_file(tiny / "model.safetensors")
     state["transformer.h.1.mlp.c_fc.weight"][3, 4] = -70000.0
     save_file(state, tmp_path / "model.safetensors")
@@ -184,13 +189,13 @@ def test_integer_weights_are_refused(tiny: Path) -> None:
         load_pretrained(tiny, dtype=torch.int64)
 
 
-def test_two_models_from_one_open_checkpoint_share_nothing(tiny: Path) -> None:
+def test_two_models_of_one_open_checkpoint_share_no_memory(tiny: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     first, second = load_pretrained(checkpoint), load_pretrained(checkpoint)
     with torch.no_grad():
         for parameter in first.parameters():
             parameter.zero_()
-    identical(to_hf_state_dict(second), to_hf_state_dict(load_pretrained(tiny)))
+    check_identical(to_hf_state_dict(second), to_hf_state_dict(load_pretrained(tiny)))
 
 
 def test_an_unknown_dialect_is_refused(tiny: Path) -> None:
@@ -198,11 +203,11 @@ def test_an_unknown_dialect_is_refused(tiny: Path) -> None:
         load_pretrained(tiny, "einops")
 
 
-# One block.
+# A single block
 
 
 @both_dialects
-def test_load_block_is_that_block_of_the_model(
+def test_load_block_returns_the_block_of_the_model(
     make_checkpoint: MakeCheckpoint, dialect: str
 ) -> None:
     folder = make_checkpoint(scale_attn_by_inverse_layer_idx=True)
@@ -210,17 +215,17 @@ def test_load_block_is_that_block_of_the_model(
     outputs = []
     for i in range(3):
         block = load_block(folder, i, dialect)
-        whole = model.get_submodule(DIALECTS[dialect].block_path.format(i=i))
-        identical(block.state_dict(), whole.state_dict())
+        expected_block = model.get_submodule(DIALECTS[dialect].block_path.format(i=i))
+        check_identical(block.state_dict(), expected_block.state_dict())
         assert not any(module.training for module in block.modules())
         with torch.no_grad():
             outputs.append(block(x))
-            assert torch.equal(outputs[-1], whole(x))
+            assert torch.equal(outputs[-1], expected_block(x))
     assert not torch.allclose(outputs[0], outputs[1])
 
 
 @both_dialects
-def test_load_block_takes_a_dtype(tiny: Path, dialect: str) -> None:
+def test_load_block_accepts_a_dtype(tiny: Path, dialect: str) -> None:
     block = load_block(tiny, 1, dialect, dtype=torch.float64)
     assert {p.dtype for p in block.parameters()} == {torch.float64}
 

@@ -1,4 +1,4 @@
-"""Arguments of the wrong type: a CompatError states the value found and the one expected."""
+"""Arguments of a wrong type raise a CompatError that states the found and the expected value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.own_gpt2 import MyGPT2, my_map
 LAYER = Row("ln_f.weight", ("end.weight",), Same())
 
 
-# Data types.
+# Data types
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "float64"])
@@ -50,7 +50,7 @@ def test_a_dtype_may_be_a_string(tiny: Path, name: str) -> None:
     assert {p.dtype for p in load_block(tiny, 0, dtype=name).parameters()} == {wanted}
 
 
-def test_no_dtype_stays_none() -> None:
+def test_as_dtype_returns_none_for_none() -> None:
     assert as_dtype(None) is None
 
 
@@ -61,7 +61,7 @@ def test_no_dtype_stays_none() -> None:
         *(["float32"], {}, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn),
     ],
 )
-def test_any_other_dtype_is_refused_and_the_supported_ones_listed(tiny: Path, dtype: Any) -> None:
+def test_other_dtypes_are_refused_and_the_supported_ones_are_listed(tiny: Path, dtype: Any) -> None:
     names = "float32, float16, bfloat16 or float64"
     calls: list[Callable[[], object]] = [
         lambda: as_dtype(dtype),
@@ -73,7 +73,7 @@ def test_any_other_dtype_is_refused_and_the_supported_ones_listed(tiny: Path, dt
             call()
 
 
-# Name maps.
+# Name maps
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_an_argument_that_is_not_a_name_map_is_described(
         lambda: to_hf_state_dict(MyGPT2(), name_map),
         lambda: to_hf_state_dict(load_pretrained(tiny), name_map),
     ]
-    if not isinstance(name_map, str):  # where a dialect's name is as good
+    if not isinstance(name_map, str):  # save_pretrained also accepts the name of a dialect
         calls.append(lambda: save_pretrained(MyGPT2(), tmp_path, dialect_or_name_map=name_map))
     for call in calls:
         with pytest.raises(NameMapError, match=f"name_map is .*{found}.*must be a NameMap"):
@@ -172,8 +172,8 @@ def test_other_braces_in_names_are_literal(name: str) -> None:
     assert expanded.expand_zeros(1) == [f"{name}.zero".replace("{i}", "0")]
 
 
-def test_counting_layers_of_rows_without_a_layer_ends() -> None:
-    """Regression: counting the layers of such a map did not terminate."""
+def test_counting_the_layers_of_rows_without_a_layer_terminates() -> None:
+    """Regression test: counting the layers of such a map did not terminate."""
     model = nn.ModuleDict({"norm": nn.LayerNorm(4)})
     name_map = NameMap(
         tuple(Row(f"h.{{i}}.ln_1.{n}", (f"norm.{n}",), Same()) for n in ("weight", "bias"))
@@ -183,7 +183,7 @@ def test_counting_layers_of_rows_without_a_layer_ends() -> None:
 
 
 class Failing:
-    """A user's operation with a bug."""
+    """A user-defined op that raises an exception."""
 
     def load(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         raise ZeroDivisionError("by zero")
@@ -198,7 +198,7 @@ def test_an_op_that_fails_is_named_with_its_row(tiny: Path) -> None:
         load_into(MyGPT2(), name_map, tiny)
 
 
-# Models and sources.
+# Models and sources
 
 NOT_SOURCES = [None, 7, 1.5, b"demo", ["demo"], {"a": 1}, ..., torch.zeros(2), nn.Linear]
 
@@ -246,7 +246,7 @@ def test_the_error_for_a_module_as_the_source_names_load_into() -> None:
         lambda tiny: (None, my_map(), tiny),
     ],
 )
-def test_exchanged_arguments_of_load_into(tiny: Path, arguments: Any) -> None:
+def test_swapped_arguments_of_load_into_are_refused(tiny: Path, arguments: Any) -> None:
     with pytest.raises(CompatError, match=r"(model|name_map) is .*, but must be"):
         load_into(*arguments(tiny))
 
@@ -266,12 +266,12 @@ def test_an_argument_that_is_not_a_module_is_described(tmp_path: Path, model: An
 
 
 @pytest.mark.parametrize("layer", [0.0, 1.5, True, False, "0", None, [0], torch.tensor(1.5)])
-def test_a_layer_that_is_not_a_whole_number_is_refused(tiny: Path, layer: Any) -> None:
+def test_a_layer_that_is_not_an_integer_is_refused(tiny: Path, layer: Any) -> None:
     with pytest.raises(ConfigError, match=r"layer is .*, but must be an integer from 0 to 2"):
         load_block(tiny, layer)
 
 
-def test_a_layer_may_be_any_whole_number(tiny: Path) -> None:
+def test_a_layer_may_be_an_integer_of_any_type(tiny: Path) -> None:
     for layer in (1, np.int64(1), torch.tensor(1)):
         block = load_block(tiny, layer)  # type: ignore[arg-type]
         expected = load_pretrained(tiny).trf_blocks[1]
@@ -295,13 +295,13 @@ def test_a_device_that_cannot_be_used_is_refused(tiny: Path, device: Any) -> Non
 
 
 @pytest.mark.parametrize("folder", [None, 7, b"out", ["out"], ...])
-def test_a_folder_to_save_into_is_a_path(tiny: Path, folder: Any) -> None:
+def test_a_folder_that_is_not_a_path_is_refused_when_saving(tiny: Path, folder: Any) -> None:
     with pytest.raises(CheckpointError, match=r"folder is .*, but must be a path"):
         save_pretrained(load_pretrained(tiny), folder)
 
 
 @pytest.mark.parametrize("tokenizer", [7, b"gpt2", ["gpt2"], ..., Transpose()])
-def test_a_tokenizer_to_save_is_a_source_or_a_tokenizer(
+def test_a_tokenizer_that_is_not_a_source_or_a_tokenizer_is_refused_when_saving(
     tiny: Path, tmp_path: Path, tokenizer: Any
 ) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer is .*, but must be"):

@@ -1,4 +1,4 @@
-"""Memory while loading: memory-mapped pages, or copies on request."""
+"""Memory use while loading: memory-mapped pages, or copies on request."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Li
 
 
 def mappings(path: Path) -> Iterator[range]:
-    """The addresses at which this process has mapped a file."""
+    """Yield the address ranges to which this process has mapped a file."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith(str(path.resolve())):
             start, end = line.split()[0].split("-")
             yield range(int(start, 16), int(end, 16))
 
 
-def lies_in(path: Path, tensor: Tensor) -> bool:
+def is_mapped_from(path: Path, tensor: Tensor) -> bool:
     return any(tensor.data_ptr() in pages for pages in mappings(path))
 
 
 @both_dialects
-def test_a_mapped_model_is_the_copied_one(tiny: Path, dialect: str) -> None:
+def test_a_mapped_model_equals_a_copied_one(tiny: Path, dialect: str) -> None:
     copied, mapped = (load_pretrained(tiny, dialect, mmap=mmap) for mmap in (False, True))
     for (name, copy), parameter in zip(copied.named_parameters(), mapped.parameters(), strict=True):
         assert copy.is_contiguous() and torch.equal(copy, parameter), name
@@ -47,16 +47,16 @@ def test_a_mapped_model_is_the_copied_one(tiny: Path, dialect: str) -> None:
 @both_dialects
 def test_a_mapped_model_uses_the_pages_of_the_file(tiny: Path, dialect: str) -> None:
     model = load_pretrained(tiny, dialect)
-    assert all(lies_in(tiny / "model.safetensors", p) for p in model.parameters())
+    assert all(is_mapped_from(tiny / "model.safetensors", p) for p in model.parameters())
 
 
 @linux
 @both_dialects
 def test_a_model_is_copied_on_request(tiny: Path, dialect: str) -> None:
-    mapped = load_pretrained(tiny, "conv1d")  # so that there are pages to lie in
+    mapped = load_pretrained(tiny, "conv1d")  # so that the file is mapped
     model = load_pretrained(tiny, dialect, mmap=False)
-    assert lies_in(tiny / "model.safetensors", next(mapped.parameters()))
-    assert not any(lies_in(tiny / "model.safetensors", p) for p in model.parameters())
+    assert is_mapped_from(tiny / "model.safetensors", next(mapped.parameters()))
+    assert not any(is_mapped_from(tiny / "model.safetensors", p) for p in model.parameters())
 
 
 def test_a_copied_model_outlives_its_file(make_checkpoint: MakeCheckpoint) -> None:
@@ -67,22 +67,24 @@ def test_a_copied_model_outlives_its_file(make_checkpoint: MakeCheckpoint) -> No
     assert torch.equal(model(IDS), before)
 
 
-def test_writing_into_a_mapped_model_leaves_the_file_alone(make_checkpoint: MakeCheckpoint) -> None:
+def test_writing_to_a_mapped_model_does_not_change_the_file(
+    make_checkpoint: MakeCheckpoint,
+) -> None:
     path = make_checkpoint() / "model.safetensors"
-    whole = path.read_bytes()
+    content = path.read_bytes()
     model = load_pretrained(path.parent, "conv1d")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == content
     assert torch.equal(load_pretrained(path.parent)(IDS), load_pretrained(path.parent)(IDS))
 
 
 @linux
-def test_pages_are_freed_with_their_tensor(tiny: Path) -> None:
+def test_pages_are_unmapped_with_their_tensor(tiny: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     tensor = checkpoint.read("wte.weight")
-    assert lies_in(checkpoint.weights, tensor)
+    assert is_mapped_from(checkpoint.weights, tensor)
     before = len(list(mappings(checkpoint.weights)))
     del tensor
     assert len(list(mappings(checkpoint.weights))) == before - 1
@@ -92,13 +94,13 @@ def test_pages_are_freed_with_their_tensor(tiny: Path) -> None:
 def test_misaligned_tensors_are_copied(write: Write, state: State) -> None:
     path = write(state) / "model.safetensors"
     expected = load_pretrained(path.parent, "conv1d")(IDS)
-    whole = path.read_bytes()
-    size = int.from_bytes(whole[:8], "little")  # of the header, which may end in any spaces
-    header = (size + 3).to_bytes(8, "little") + whole[8 : 8 + size] + b"   "
-    path.write_bytes(header + whole[8 + size :])
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")  # of the header, which may end with spaces
+    header = (size + 3).to_bytes(8, "little") + content[8 : 8 + size] + b"   "
+    path.write_bytes(header + content[8 + size :])
     model = load_pretrained(path.parent, "conv1d")
     assert torch.equal(model(IDS), expected)
-    assert not any(lies_in(path, parameter) for parameter in model.parameters())
+    assert not any(is_mapped_from(path, parameter) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -127,7 +129,7 @@ def test_models_of_one_pickle_share_no_memory(write: Write, state: State) -> Non
     assert torch.equal(second(IDS), before)
 
 
-# Values that are not finite.
+# Non-finite values
 
 BROKEN = {
     "h.0.mlp.c_fc.weight": [(5, 11), (7, 2)],
@@ -138,9 +140,9 @@ BROKEN = {
 
 @pytest.fixture
 def broken(write: Write, state: State) -> Path:
-    for name, places in BROKEN.items():
-        for place in places:
-            state[name][place] = torch.nan if name == "wte.weight" else torch.inf
+    for name, indices in BROKEN.items():
+        for index in indices:
+            state[name][index] = torch.nan if name == "wte.weight" else torch.inf
     return write(state)
 
 
@@ -157,7 +159,9 @@ def test_all_tensors_with_non_finite_values_are_listed(broken: Path, dialect: st
         assert fragment in str(caught.value)
 
 
-def test_a_module_keeps_its_weights_when_values_are_not_finite(broken: Path, tiny: Path) -> None:
+def test_a_module_keeps_its_weights_if_the_new_ones_are_not_finite(
+    broken: Path, tiny: Path
+) -> None:
     model = load_pretrained(tiny, "conv1d")
     before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(CheckpointError, match="non-finite weights"):
@@ -168,11 +172,11 @@ def test_a_module_keeps_its_weights_when_values_are_not_finite(broken: Path, tin
 def test_non_finite_values_are_loaded_on_request(broken: Path) -> None:
     model = load_pretrained(open_checkpoint(broken, check_finite=False), "conv1d")
     stored = load_file(broken / "model.safetensors")
-    assert torch.equal(model.wte.weight, stored["wte.weight"]) is False  # NaN equals nothing
+    assert torch.equal(model.wte.weight, stored["wte.weight"]) is False  # NaN does not equal NaN
     assert model.wte.weight.isnan().sum() == 3
 
 
-# How it is called, and what it leaves behind.
+# Arguments, imports and peak memory
 
 
 def test_an_open_checkpoint_cannot_be_opened_with_other_options(tiny: Path) -> None:
@@ -181,7 +185,7 @@ def test_an_open_checkpoint_cannot_be_opened_with_other_options(tiny: Path) -> N
 
 
 def test_loading_does_not_import_the_compiler() -> None:
-    """Random initial values on the meta device would import it, which takes a second."""
+    """Random initial values on the meta device would import the compiler, which takes a second."""
     code = """
 import sys
 from compat import load_pretrained
@@ -210,7 +214,7 @@ print(memory("VmHWM" if copied else field) - before)
 
 @pytest.fixture(scope="module")
 def large(make_checkpoint: MakeCheckpoint) -> Path:
-    """134 MB of weights."""
+    """A checkpoint with 134 MB of weights."""
     return make_checkpoint(n_embd=768, n_head=12, n_layer=4, vocab_size=6000)
 
 
@@ -225,8 +229,10 @@ def large(make_checkpoint: MakeCheckpoint) -> Path:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_peak_memory(large: Path, arguments: tuple[str, ...], most: float) -> None:
-    """In multiples of the weights; `linear` briefly has two copies of two matrices."""
+def test_peak_memory_while_loading_is_bounded(
+    large: Path, arguments: tuple[str, ...], most: float
+) -> None:
+    """The bounds are multiples of the weights; `linear` briefly has two copies of two matrices."""
     command = [sys.executable, "-c", PEAK, str(large), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     weights = (large / "model.safetensors").stat().st_size

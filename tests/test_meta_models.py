@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from compat import NameMapError, load_into, load_pretrained
 from compat.checkpoint import open_checkpoint
 from compat.dialects import DIALECTS
-from tests.loading_common import both_dialects, identical, ids
+from tests.loading_common import both_dialects, check_identical, ids
 from tests.own_gpt2 import MyGPT2, my_map
 
 
 class Block(nn.Module):
-    """A module with a buffer of its own, as attention has a mask."""
+    """A module with an additional buffer, such as the mask of an attention module."""
 
     def __init__(self, inner: nn.Module, values: Callable[[], Tensor], persistent: bool) -> None:
         super().__init__()
@@ -30,26 +30,26 @@ class Block(nn.Module):
 def with_masks(
     values: Callable[[], Tensor] = lambda: torch.ones(32, 32).tril(), persistent: bool = False
 ) -> MyGPT2:
-    """MyGPT2 with a mask beside the layers of each of its blocks."""
+    """Return MyGPT2 with a mask in each block."""
     model = MyGPT2("tied")
     for block in model.stack:
         block.register_buffer("mask", values(), persistent=persistent)
     return model
 
 
-def empty(model: Callable[[], nn.Module]) -> nn.Module:
-    """The model, built on the meta device and then given uninitialised memory."""
+def build_uninitialised(model: Callable[[], nn.Module]) -> nn.Module:
+    """Build the model on the meta device, and move it to uninitialised memory."""
     with torch.device("meta"):
         built = model()
     return built.to_empty(device="cpu")
 
 
 @both_dialects
-def test_a_dialects_model_from_meta_computes_what_a_loaded_one_does(
+def test_a_dialects_model_built_on_meta_computes_the_same_as_a_loaded_one(
     tiny: Path, dialect: str
 ) -> None:
     config, kind = open_checkpoint(tiny).config, DIALECTS[dialect]
-    model = empty(lambda: kind.model_class(config)).eval()
+    model = build_uninitialised(lambda: kind.model_class(config)).eval()
     load_into(model, kind.name_map, tiny)
     assert not dict(model.named_buffers())
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_a_dialects_model_from_meta_computes_what_a_loaded_one_does(
 
 @both_dialects
 @pytest.mark.parametrize("length", [2, 3, 32])
-def test_a_dialects_model_exports_over_the_full_range_of_lengths(
+def test_a_dialects_model_can_be_exported_for_all_lengths(
     tiny: Path, dialect: str, length: int
 ) -> None:
     model = load_pretrained(tiny, dialect)
@@ -79,37 +79,37 @@ def test_a_dialects_model_exports_over_the_full_range_of_lengths(
         lambda: torch.ones(32, 32).tril().view(1, 1, 32, 32),
     ],
 )
-def test_buffers_with_memory_but_no_values_are_named(
+def test_uninitialised_buffers_are_named(
     tiny: Path, values: Callable[[], Tensor], persistent: bool
 ) -> None:
-    model = empty(lambda: with_masks(values, persistent))
+    model = build_uninitialised(lambda: with_masks(values, persistent))
     with pytest.raises(NameMapError, match=r"3 buffers.*: stack\.\{0…2\}\.mask"):
         load_into(model, my_map(), tiny)
 
 
-def test_one_emptied_block_is_found_in_a_model_that_is_otherwise_whole(tiny: Path) -> None:
+def test_one_uninitialised_block_of_an_otherwise_initialised_model_is_found(tiny: Path) -> None:
     model = with_masks()
-    model.stack[1] = empty(lambda: with_masks().stack[1])
+    model.stack[1] = build_uninitialised(lambda: with_masks().stack[1])
     with pytest.raises(NameMapError, match=r"1 buffers.*: stack\.1\.mask"):
         load_into(model, my_map(), tiny)
 
 
-def test_a_buffer_in_a_module_of_its_own_is_found(tiny: Path) -> None:
+def test_an_uninitialised_buffer_in_its_own_module_is_found(tiny: Path) -> None:
     def model() -> MyGPT2:
         built = MyGPT2("tied")
         built.positions = Block(nn.Identity(), lambda: torch.arange(32), False)
         return built
 
     with pytest.raises(NameMapError, match=r"1 buffers.*: positions\.mask"):
-        load_into(empty(model), my_map(), tiny)
+        load_into(build_uninitialised(model), my_map(), tiny)
 
 
-def test_emptied_memory_that_held_another_model_is_found(tiny: Path) -> None:
-    """The allocator reuses the memory of a freed model, including its weights."""
+def test_uninitialised_memory_with_values_of_another_model_is_found(tiny: Path) -> None:
+    """The allocator reuses the memory of a freed model, which still contains its weights."""
     missed = 0
     for _ in range(20):
-        with_masks()  # freed at once
-        model = empty(with_masks)
+        with_masks()  # freed immediately
+        model = build_uninitialised(with_masks)
         try:
             load_into(model, my_map(), tiny)
         except NameMapError:
@@ -119,21 +119,21 @@ def test_emptied_memory_that_held_another_model_is_found(tiny: Path) -> None:
 
 
 def test_buffers_that_are_filled_after_to_empty_are_accepted(tiny: Path) -> None:
-    model = empty(with_masks)
+    model = build_uninitialised(with_masks)
     for block in model.stack:
         block.mask.copy_(torch.ones(32, 32).tril())
     load_into(model, my_map(), tiny)
     assert all(torch.equal(block.mask, torch.ones(32, 32).tril()) for block in model.stack)
 
 
-def test_a_plain_tensor_left_on_meta_is_named(tiny: Path) -> None:
+def test_an_unregistered_tensor_on_meta_is_named(tiny: Path) -> None:
     def model() -> MyGPT2:
         built = MyGPT2("tied")
-        built.stack[1].mask = torch.ones(32, 32).tril()  # not registered: to_empty passes over it
+        built.stack[1].mask = torch.ones(32, 32).tril()  # not registered, so to_empty skips it
         return built
 
     with pytest.raises(NameMapError, match=r"stack\.1\.mask"):
-        load_into(empty(model), my_map(), tiny)
+        load_into(build_uninitialised(model), my_map(), tiny)
 
 
 def test_a_buffer_with_values_in_a_model_on_meta_is_accepted(tiny: Path) -> None:
@@ -141,13 +141,13 @@ def test_a_buffer_with_values_in_a_model_on_meta_is_accepted(tiny: Path) -> None
         model = with_masks(lambda: torch.ones(32, 32, device="cpu").tril())
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty_like(old)))  # never written
+            setattr(module, name, nn.Parameter(torch.empty_like(old)))  # remains uninitialised
     load_into(model, my_map(), tiny)
     assert all(torch.equal(block.mask, torch.ones(32, 32).tril()) for block in model.stack)
 
 
-def drawn_out_of_place() -> MyGPT2:
-    """A model that never writes to a parameter: all are results of torch.randn and the like."""
+def initialised_out_of_place() -> MyGPT2:
+    """Return a model whose parameters are all results of torch.randn and torch.zeros."""
     model = with_masks()
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
@@ -157,8 +157,8 @@ def drawn_out_of_place() -> MyGPT2:
 
 
 def with_zeros_out_of_place() -> MyGPT2:
-    """Position embeddings and biases of zeros, with a buffer beside them."""
-    model = drawn_out_of_place()
+    """Return such a model with zero position embeddings, and with a buffer in the same module."""
+    model = initialised_out_of_place()
     model.places.weight = nn.Parameter(torch.zeros(32, 24))
     model.places.register_buffer("ids", torch.arange(32), persistent=False)
     return model
@@ -178,19 +178,19 @@ def pickled(model: nn.Module) -> nn.Module:
         with_masks,
         lambda: with_masks(lambda: torch.zeros(32, 32)),
         lambda: with_masks(lambda: torch.arange(32)),
-        drawn_out_of_place,
+        initialised_out_of_place,
         with_zeros_out_of_place,
         lambda: copy.deepcopy(with_masks()),
-        lambda: copy.deepcopy(drawn_out_of_place()),
+        lambda: copy.deepcopy(initialised_out_of_place()),
         lambda: with_masks().double().float(),
         lambda: with_masks().bfloat16(),
-        lambda: drawn_out_of_place().half(),
+        lambda: initialised_out_of_place().half(),
         lambda: pickled(with_masks()),
     ],
 )
-def test_ordinary_models_with_buffers_load(tiny: Path, model: Callable[[], MyGPT2]) -> None:
+def test_ordinary_models_with_buffers_are_loaded(tiny: Path, model: Callable[[], MyGPT2]) -> None:
     built = model()
     buffers = {name: buffer.clone() for name, buffer in built.named_buffers()}
     load_into(built, my_map(), tiny)
-    load_into(built, my_map(), tiny)  # and again
-    identical(dict(built.named_buffers()), buffers)
+    load_into(built, my_map(), tiny)  # loading again must work, too
+    check_identical(dict(built.named_buffers()), buffers)

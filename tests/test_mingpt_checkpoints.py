@@ -18,7 +18,7 @@ from compat.checkpoint import foreign, open_checkpoint
 from compat.checkpoint.layout import HEAD, expected_shapes
 from compat.dialects import Model
 from compat.errors import CheckpointError, ConfigError
-from tests.checkpoint_files import holds
+from tests.checkpoint_files import check_contents
 from tests.conftest import State, noisy_reference
 from tests.foreign_files import NANO_GPT, linear, logits_of, masks, plain_state
 from tests.loading_common import both_dialects
@@ -28,7 +28,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def mini(tmp_path: Path, state: State) -> Callable[..., Path]:
-    """Write minGPT's state dict, untied, and a config.json unless it is None."""
+    """A function that writes minGPT's untied state dict and, unless it is None, a config.json."""
 
     def write(config: object = None, *, masked: bool = True, **tensors: Tensor) -> Path:
         head = {"lm_head.weight": state["wte.weight"] + 1}
@@ -41,13 +41,8 @@ def mini(tmp_path: Path, state: State) -> Callable[..., Path]:
     return write
 
 
-def digits(first: Tensor, second: Tensor) -> Tensor:
-    """The digits of two numbers below 100 as minGPT's adder reads them: (B, 4)."""
-    return torch.stack([first // 10, first % 10, second // 10, second % 10], dim=1)
-
-
-def sums_right(model: Model) -> int:
-    """The number of correct sums among the 10,000 of two numbers below 100, last digit first."""
+def count_correct_sums(model: Model) -> int:
+    """Return how many of the 10,000 sums of two numbers below 100 the model predicts correctly."""
     first, second = torch.arange(100).repeat_interleave(100), torch.arange(100).repeat(100)
     question = torch.stack([first // 10, first % 10, second // 10, second % 10], dim=1)
     seen = generate(model, question, max_new_tokens=2, temperature=0.0)
@@ -58,17 +53,19 @@ def sums_right(model: Model) -> int:
 
 @both_dialects
 @pytest.mark.parametrize("source", ["adder", "adder/model.pt"])
-def test_the_adder_adds(shared: Path, dialect: str, source: str) -> None:
-    assert sums_right(load_pretrained(shared / "data/checkpoints" / source, dialect)) == 10_000
+def test_the_adder_predicts_all_sums(shared: Path, dialect: str, source: str) -> None:
+    assert (
+        count_correct_sums(load_pretrained(shared / "data/checkpoints" / source, dialect)) == 10_000
+    )
 
 
 @pytest.mark.parametrize("n_head", [1, 4, 6])
 def test_the_adder_fails_with_another_number_of_heads(
     shared: Path, tmp_path: Path, n_head: int
 ) -> None:
-    """The test above depends on this: the shapes are the same, and few sums are wrong."""
+    """The previous test depends on this, because the shapes are the same and few sums are wrong."""
     (tmp_path / "model.pt").write_bytes((shared / "data/checkpoints/adder/model.pt").read_bytes())
-    assert sums_right(load_pretrained(tmp_path, n_head=n_head)) < 10_000
+    assert count_correct_sums(load_pretrained(tmp_path, n_head=n_head)) < 10_000
 
 
 @both_dialects
@@ -77,7 +74,7 @@ def test_the_adder_has_parity(shared: Path, dialect: str) -> None:
 
 
 def nested(**model: Any) -> dict[str, Any]:
-    """config.json as minGPT writes it."""
+    """Return the content of config.json as minGPT writes it."""
     sizes = {"n_layer": None, "n_head": None, "n_embd": None}
     return {
         "system": {"seed": 3407},
@@ -101,7 +98,7 @@ def test_a_state_dict_of_mingpt_is_read(
     mini: Make, state: State, config: object, n_head: int | None
 ) -> None:
     checkpoint = open_checkpoint(mini(config), n_head=n_head)
-    holds(checkpoint, {**state, "lm_head.weight": state["wte.weight"] + 1})
+    check_contents(checkpoint, {**state, "lm_head.weight": state["wte.weight"] + 1})
     found = checkpoint.config
     assert (found.n_layer, found.n_head, found.n_embd) == (3, 4, 24)
     assert (found.n_positions, found.vocab_size) == (32, 97)
@@ -129,25 +126,25 @@ def test_a_mingpt_file_computes_what_the_reference_computes(tmp_path: Path, dial
         ("gpt2-xl", 1_557_611_200),
     ],
 )
-def test_the_presets_of_mingpt(name: str, count: int) -> None:
+def test_the_presets_of_mingpt_have_the_published_sizes(name: str, count: int) -> None:
     n_layer, n_head, n_embd = foreign.PRESETS[name]
     assert n_embd == 64 * n_head
     shapes = expected_shapes(GPT2Config(n_layer=n_layer, n_head=n_head, n_embd=n_embd))
     assert sum(math.prod(shape) for name, shape in shapes.items() if name != HEAD) == count
 
 
-def test_a_preset_gives_the_number_of_heads(tmp_path: Path) -> None:
+def test_a_preset_defines_the_number_of_heads(tmp_path: Path) -> None:
     reference = noisy_reference(n_layer=3, n_head=3, n_embd=48, tie_word_embeddings=False)
     torch.save(linear({**plain_state(reference), **masks()}), tmp_path / "model.pt")
     (tmp_path / "config.json").write_text(json.dumps(nested(model_type="gpt-nano")))
     assert torch.allclose(logits_of(load_pretrained(tmp_path)), logits_of(reference), atol=1e-4)
 
 
-def test_linear_layout_in_safetensors(tmp_path: Path, state: State) -> None:
+def test_linear_layout_is_read_from_safetensors(tmp_path: Path, state: State) -> None:
     head = {"lm_head.weight": state["wte.weight"] + 1}
     save_file(linear({**state, **head, **masks()}), tmp_path / "model.safetensors")
     for mmap in (False, True):
-        holds(open_checkpoint(tmp_path, n_head=4, mmap=mmap), {**state, **head})
+        check_contents(open_checkpoint(tmp_path, n_head=4, mmap=mmap), {**state, **head})
     assert check_parity("linear", open_checkpoint(tmp_path, n_head=4)).passed
 
 
@@ -172,12 +169,14 @@ def test_an_unknown_number_of_heads_is_an_error(mini: Make, config: object) -> N
         (nested(model_type=["gpt2"]), None, "number of heads"),
     ],
 )
-def test_contradictory_facts(mini: Make, config: object, n_head: int | None, named: str) -> None:
+def test_contradictory_settings_are_refused(
+    mini: Make, config: object, n_head: int | None, named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         open_checkpoint(mini(config), n_head=n_head)
 
 
-def test_without_masks_an_unknown_activation_is_an_error(mini: Make) -> None:
+def test_an_unknown_activation_without_masks_is_an_error(mini: Make) -> None:
     """nanoGPT's bare state dict looks the same, but was trained with another GELU."""
     with pytest.raises(ConfigError, match="does not state its activation"):
         open_checkpoint(mini(masked=False), n_head=4)

@@ -1,4 +1,4 @@
-"""What `generate` computes for a model that was modified after loading: what its modules compute.
+"""`generate` computes what the modules of a model compute that was modified after loading.
 
 Every edit is applied to a freshly loaded model, alone and in random combinations.
 """
@@ -49,7 +49,7 @@ def blocks(model: Model) -> nn.ModuleList:
 
 
 def part(model: Model, layer: int, conv1d_name: str) -> nn.Module:
-    """A part of a block by its name in `conv1d`."""
+    """Return a part of a block by its name in `conv1d`."""
     names = {
         "attn": "attention", "mlp": "feedforward", "ln_1": "norm1", "ln_2": "norm2",
         "attn.c_proj": "attention.out_proj", "mlp.c_fc": "feedforward.layers.0",
@@ -60,21 +60,21 @@ def part(model: Model, layer: int, conv1d_name: str) -> nn.Module:
 
 
 class Half(nn.Module):
-    """A replaced activation."""
+    """The replacement of an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / 2
 
 
 class Skipped(nn.Module):
-    """A removed block, replaced by an identity."""
+    """The replacement of a block: an identity."""
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         return x
 
 
-class Loud(nn.Parameter):
-    """A tensor subclass that changes the results of products."""
+class DoubledProducts(nn.Parameter):
+    """A tensor subclass that doubles the results of matrix products."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,7 +150,7 @@ def class_patched(model: Model, patch: pytest.MonkeyPatch) -> None:
 
 
 @edit
-def class_called_otherwise(model: Model, patch: pytest.MonkeyPatch) -> None:
+def class_call_patched(model: Model, patch: pytest.MonkeyPatch) -> None:
     kind = type(part(model, 0, "mlp"))
     call = kind.__call__
     patch.setattr(kind, "__call__", lambda self, *args: call(self, *args) / 2, raising=False)
@@ -251,7 +251,7 @@ def bias_removed(model: Model, _: pytest.MonkeyPatch) -> None:
 @edit
 def subclass_of_tensor(model: Model, _: pytest.MonkeyPatch) -> None:
     module = part(model, 0, "mlp.c_fc")
-    module.weight = Loud(module.weight.data)
+    module.weight = DoubledProducts(module.weight.data)
 
 
 @edit
@@ -265,14 +265,14 @@ def extra_parameter(model: Model, _: pytest.MonkeyPatch) -> None:
 
 @edit
 def dropout_in_training(model: Model, _: pytest.MonkeyPatch) -> None:
-    """Dropout is active with probability 0, so that two runs are equal."""
+    """Dropout is active with probability 0, so that two runs have equal results."""
     dropout = part(model, 0, "attn.attn_dropout")
     dropout.p = 0.0
     dropout.train()
 
 
 @edit
-def own_subclass(model: Model, _: pytest.MonkeyPatch) -> None:
+def users_subclass(model: Model, _: pytest.MonkeyPatch) -> None:
     kind = type(part(model, 0, "mlp"))
 
     class Louder(kind):  # type: ignore[misc, valid-type]
@@ -283,51 +283,51 @@ def own_subclass(model: Model, _: pytest.MonkeyPatch) -> None:
 
 
 @edit
-def whole_model_patched(model: Model, _: pytest.MonkeyPatch) -> None:
+def model_forward_patched(model: Model, _: pytest.MonkeyPatch) -> None:
     forward = model.forward
     model.forward = lambda *args, **settings: -forward(*args, **settings)
 
 
 @edit
-def whole_model_by_ids_alone(model: Model, _: pytest.MonkeyPatch) -> None:
+def model_forward_without_a_mask(model: Model, _: pytest.MonkeyPatch) -> None:
     forward = model.forward
     model.forward = lambda input_ids: -forward(input_ids)
 
 
 @edit
-def module_added(model: Model, _: pytest.MonkeyPatch) -> None:
+def submodule_added(model: Model, _: pytest.MonkeyPatch) -> None:
     part(model, 0, "attn").add_module("probe", nn.Identity())
 
 
 @edit
 def config_changed(model: Model, _: pytest.MonkeyPatch) -> None:
-    """No part of the model follows its config once it is built."""
+    """After a model is built, its parts do not read the config."""
     object.__setattr__(model.config, "n_head", 2)
     object.__setattr__(model.config, "scale_attn_by_inverse_layer_idx", True)
 
 
-# What the fast pass may be used for: no block of this config knows its place.
-ALIKE = {"weights_in_place", "weights_swapped", "blocks_reversed"}
+# Edits that keep the fast path. With this config, blocks do not depend on their index.
+KEEP_FAST_PATH = {"weights_in_place", "weights_swapped", "blocks_reversed"}
 
 
-# Applied last: what the other edits change has to be there.
-OF_BLOCKS = {name for name in EDITS if name.startswith("block")}
+# These edits are applied last, because the other ones need the blocks.
+BLOCK_EDITS = {name for name in EDITS if name.startswith("block")}
 
 
 @contextmanager
 def edited(source: Path, dialect: str, names: list[str]) -> Iterator[Model]:
-    """A model with these edits, which are undone where they reach beyond it."""
+    """Yield a model with these edits, and undo those that affect more than the model."""
     model = load_pretrained(source, dialect)
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         stack.callback(nn.modules.module._global_forward_hooks.clear)
-        for name in sorted(names, key=OF_BLOCKS.__contains__):
+        for name in sorted(names, key=BLOCK_EDITS.__contains__):
             EDITS[name](model, patch)
         yield model
 
 
-def texts(model: Model | PlainBlocks, **settings: Any) -> list[Tensor]:
-    """Greedy ids, and ids drawn by a seed."""
+def generated_ids(model: Model | PlainBlocks, **settings: Any) -> list[Tensor]:
+    """Return greedy ids and sampled ids."""
     return [
         generate(
             model, PROMPTS, max_new_tokens=4, stop_ids=(), temperature=temperature,
@@ -347,16 +347,16 @@ def greedy_by_forward(model: Model) -> Tensor:
 
 @each_dialect
 @pytest.mark.parametrize("name", EDITS)
-def test_a_modified_model_generates_what_its_own_modules_compute(
+def test_generate_computes_what_the_modules_of_a_modified_model_compute(
     source: Path, dialect: str, name: str
 ) -> None:
     with edited(source, dialect, [name]) as model:
-        fast, plain = texts(model), texts(PlainBlocks(model))
+        fast, plain = generated_ids(model), generated_ids(PlainBlocks(model))
         assert torch.equal(fast[0], greedy_by_forward(model))
         assert all(map(torch.equal, fast, plain))
-        assert is_unmodified(model) == (name in ALIKE)
+        assert is_unmodified(model) == (name in KEEP_FAST_PATH)
     fresh = load_pretrained(source, dialect)
-    assert is_unmodified(fresh), "the edit outlasted its model"
+    assert is_unmodified(fresh), "the edit affects other models"
 
 
 @each_dialect
@@ -365,16 +365,16 @@ def test_a_modified_model_generates_what_its_own_modules_compute(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(names=st.lists(st.sampled_from(sorted(EDITS)), max_size=5))
-def test_any_edits_together(source: Path, dialect: str, names: list[str]) -> None:
+def test_combined_edits_take_effect(source: Path, dialect: str, names: list[str]) -> None:
     with edited(source, dialect, names) as model:
-        fast, plain = texts(model), texts(PlainBlocks(model))
+        fast, plain = generated_ids(model), generated_ids(PlainBlocks(model))
         assert all(map(torch.equal, fast, plain))
         assert torch.equal(fast[0], greedy_by_forward(model))
-        assert isinstance(decoder_of(model), StaticDecoder) == (set(names) <= ALIKE)
+        assert isinstance(decoder_of(model), StaticDecoder) == (set(names) <= KEEP_FAST_PATH)
 
 
 class Shifted(TorchFunctionMode):
-    """A mode that changes the results of torch's functions."""
+    """A mode that changes the results of some torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -391,7 +391,7 @@ def test_modes_that_intercept_torch_disable_the_fast_path(
     model = load_pretrained(source, dialect)
     with surroundings():
         assert not is_unmodified(model)
-        assert all(map(torch.equal, texts(model), texts(PlainBlocks(model))))
+        assert all(map(torch.equal, generated_ids(model), generated_ids(PlainBlocks(model))))
     assert is_unmodified(model)
 
 
@@ -401,19 +401,21 @@ def test_modes_that_intercept_torch_disable_the_fast_path(
     [lambda: torch.device("cpu"), torch.inference_mode, torch.no_grad],
     ids=["device", "inference_mode", "no_grad"],
 )
-def test_ordinary_contexts_keep_the_fast_path(source: Path, dialect: str, mode: Any) -> None:
+def test_contexts_that_do_not_intercept_torch_keep_the_fast_path(
+    source: Path, dialect: str, mode: Any
+) -> None:
     model = load_pretrained(source, dialect)
     with mode():
         assert isinstance(decoder_of(model), StaticDecoder)
 
 
 def test_libraries_that_wrap_torch_keep_the_fast_path(source: Path) -> None:
-    """torch's compiler wraps `nn.Module.__init__` once it is imported."""
+    """torch's compiler wraps `nn.Module.__init__` when it is imported."""
 
     assert isinstance(decoder_of(load_pretrained(source)), StaticDecoder)
 
 
-def test_a_patch_made_before_compat_is_imported_is_detected() -> None:
+def test_a_patch_before_compat_is_imported_is_detected() -> None:
     code = """
 import torch
 linear = torch.nn.functional.linear
@@ -431,7 +433,7 @@ print(is_unmodified(GPTModel(config).eval()))
         assert done.stdout.strip() == expected
 
 
-def test_building_the_model_to_compare_with_draws_no_random_numbers(source: Path) -> None:
+def test_the_check_for_modifications_draws_no_random_numbers(source: Path) -> None:
     model = load_pretrained(source)
     before = torch.get_rng_state()
     _freshly_built.cache_clear()
@@ -439,22 +441,22 @@ def test_building_the_model_to_compare_with_draws_no_random_numbers(source: Path
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_unequal_prompts_need_a_forward_that_takes_a_mask(source: Path) -> None:
-    with edited(source, "conv1d", ["whole_model_by_ids_alone"]) as model:
+def test_padded_prompts_need_a_forward_that_accepts_a_mask(source: Path) -> None:
+    with edited(source, "conv1d", ["model_forward_without_a_mask"]) as model:
         mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
         with pytest.raises(GenerationError, match="replaced by one without attention_mask"):
             generate(model, PROMPTS, max_new_tokens=1, attention_mask=mask)
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), lambda ids: ids, None])
-def test_a_value_that_is_not_a_model_is_refused(model: Any) -> None:
+def test_generating_with_a_value_that_is_not_a_model_is_refused(model: Any) -> None:
     with pytest.raises(GenerationError, match=r"cannot generate with a .*, but only with a model"):
         generate(model, PROMPTS, max_new_tokens=1)
 
 
 @each_dialect
 def test_non_finite_values_are_located_in_a_modified_model(source: Path, dialect: str) -> None:
-    names = ["block_removed", "block_skipped", "module_added"]
+    names = ["block_removed", "block_skipped", "submodule_added"]
     with edited(source, dialect, names) as model:
         part(model, 1, "mlp.c_fc").bias.data[0] = torch.nan
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""The name map: ops invert each other bit by bit, and names are written out for every layer."""
+"""Name maps: ops are inverted bit by bit, and names are expanded for every layer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.fl
 
 
 def bits(tensor: Tensor) -> bytes:
-    """The bits of the values, which distinguish −0.0 and NaN payloads."""
+    """Return the bits of the values, which distinguish −0.0 from 0.0 and NaN payloads."""
     flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)
     return bytes(flat.view(torch.uint8).tolist())
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random bits, so that −0.0, subnormal numbers, infinities and NaNs turn up too."""
+    """Return values with random bits, among them −0.0, subnormal numbers, infinities and NaNs."""
     width = torch.empty((), dtype=dtype).element_size()
     raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * width), dtype=torch.uint8)
     return raw.view(dtype)
@@ -38,8 +38,12 @@ def round_trip(op: Op, tensor: Tensor) -> Tensor:
 @given(st.lists(sizes, min_size=1, max_size=3), dtypes)
 def test_same_is_inverted_bit_by_bit(shape: list[int], dtype: torch.dtype) -> None:
     tensor = noise(*shape, dtype=dtype)
-    back = round_trip(Same(), tensor)
-    assert (back.shape, back.dtype, bits(back)) == (tensor.shape, tensor.dtype, bits(tensor))
+    restored = round_trip(Same(), tensor)
+    assert (restored.shape, restored.dtype, bits(restored)) == (
+        tensor.shape,
+        tensor.dtype,
+        bits(tensor),
+    )
 
 
 @given(sizes, sizes, dtypes)
@@ -50,8 +54,12 @@ def test_transpose_is_inverted_bit_by_bit(rows: int, columns: int, dtype: torch.
     assert all(
         bits(loaded[j, i]) == bits(tensor[i, j]) for i in range(rows) for j in range(columns)
     )
-    back = Transpose().save([loaded])
-    assert (back.shape, back.dtype, bits(back)) == (tensor.shape, tensor.dtype, bits(tensor))
+    restored = Transpose().save([loaded])
+    assert (restored.shape, restored.dtype, bits(restored)) == (
+        tensor.shape,
+        tensor.dtype,
+        bits(tensor),
+    )
 
 
 @given(sizes, sizes, sizes, st.booleans(), dtypes)
@@ -66,8 +74,12 @@ def test_split_of_a_matrix_is_inverted_bit_by_bit(
         wanted = tensor[:, k * width : (k + 1) * width]
         wanted = wanted.t() if transpose else wanted
         assert (piece.shape, bits(piece)) == (wanted.shape, bits(wanted))
-    back = op.save(loaded)
-    assert (back.shape, back.dtype, bits(back)) == (tensor.shape, tensor.dtype, bits(tensor))
+    restored = op.save(loaded)
+    assert (restored.shape, restored.dtype, bits(restored)) == (
+        tensor.shape,
+        tensor.dtype,
+        bits(tensor),
+    )
 
 
 @given(sizes, sizes, dtypes)
@@ -96,7 +108,7 @@ def test_results_of_ops_are_contiguous(op: Op, tensor: Tensor) -> None:
 
 
 @pytest.mark.parametrize("op", [Same(), Transpose()], ids=str)
-def test_a_transposed_tensor_can_be_a_view(op: Op) -> None:
+def test_same_and_transposed_tensors_can_be_views(op: Op) -> None:
     tensor = noise(4, 6)
     view = HFTensor([tensor], op.save).view()
     assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
@@ -109,7 +121,7 @@ def test_split_refuses_unequal_parts(op: Op, width: int) -> None:
         op.load(torch.zeros(5, width))
 
 
-def test_the_text_of_ops() -> None:
+def test_ops_are_described_by_their_text() -> None:
     assert [str(op) for op in OPS] == [
         "same",
         "transpose",
@@ -127,7 +139,7 @@ SMALL = NameMap(
 )
 
 
-def test_expand_writes_out_every_layer() -> None:
+def test_expand_returns_the_rows_of_every_layer() -> None:
     assert {(row.hf, row.ours, row.op) for row in SMALL.expand(12)} == {
         ("wte.weight", ("tok.weight",), Same()),
         *[(f"h.{i}.w", (f"blocks.{i}.q", f"blocks.{i}.k"), Split(2)) for i in range(12)],
@@ -137,7 +149,7 @@ def test_expand_writes_out_every_layer() -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_dialects_map_names_each_tensor_of_a_gpt2_once(dialect: str) -> None:
+def test_the_map_of_a_dialect_names_each_tensor_of_a_gpt2_once(dialect: str) -> None:
     hf = [row.hf for row in DIALECTS[dialect].name_map.expand(2)]
     assert len(hf) == len(set(hf)) == 5 + 2 * 12
     assert not any("{" in name for name in hf)

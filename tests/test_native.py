@@ -33,13 +33,13 @@ from compat.decoding.transformer import Transformer
 from tests.conftest import MakeCheckpoint
 from tests.generation_common import relative
 from tests.native_common import (
-    MORE,
-    by,
+    ERROR_LIMIT,
     by_torch,
     each_kernel,
     needs_compiler,
     needs_panels,
     plant_outliers,
+    transformer_with,
 )
 
 pytestmark = needs_compiler
@@ -61,8 +61,11 @@ def native(engine: Engine) -> NativeTransformer:
 
 @torch.inference_mode()
 def passes(transformer: Transformer) -> list[Tensor]:
-    """Logits of a prompt's last tokens, of decode steps of one text, of a verification, of a batch
-    at unequal positions, and of the rest of that batch."""
+    """Return the logits of five kinds of passes.
+
+    They are those of a prompt's last tokens, of decode steps of one text, of a verification, of a
+    batch at unequal positions, and of the rest of that batch.
+    """
     run = transformer
     cache = run.new_cache(1)
     run.prefill([TEXT[:40].tolist()], cache)  # too long for a native pass
@@ -77,10 +80,10 @@ def passes(transformer: Transformer) -> list[Tensor]:
 
 
 @each_kernel
-def test_passes_of_a_few_tokens_are_those_of_torch(source: Path, dtype: str, pack: Pack) -> None:
-    transformer = by(pack, source, dtype)
+def test_passes_of_few_tokens_match_those_of_torch(source: Path, dtype: str, pack: Pack) -> None:
+    transformer = transformer_with(pack, source, dtype)
     expected = passes(by_torch(source, "float64"))
-    bound = MORE[dtype] * max(map(relative, passes(by_torch(source, dtype)), expected))
+    bound = ERROR_LIMIT[dtype] * max(map(relative, passes(by_torch(source, dtype)), expected))
     assert max(map(relative, passes(transformer), expected)) < bound
     assert transformer.native is not None
     transformer.wpe = transformer.wpe.roll(1, 0)
@@ -104,16 +107,16 @@ def test_every_field_of_the_config_has_an_effect(
     folder = make_checkpoint(n_positions=64, n_layer=1, **config)
     transformer = native(Engine.from_pretrained(folder))
     expected = passes(by_torch(folder, "float64"))
-    bound = MORE["float32"] * max(map(relative, passes(by_torch(folder)), expected))
+    bound = ERROR_LIMIT["float32"] * max(map(relative, passes(by_torch(folder)), expected))
     assert max(map(relative, passes(transformer), expected)) < bound
     assert transformer.native is not None
 
 
 @each_kernel
-def test_logits_depend_on_neither_threads_nor_other_rows(
+def test_logits_do_not_depend_on_threads_or_other_rows(
     source: Path, dtype: str, pack: Pack
 ) -> None:
-    transformer, before = by(pack, source, dtype), torch.get_num_threads()
+    transformer, before = transformer_with(pack, source, dtype), torch.get_num_threads()
     results = []
     try:
         for threads in (1, 2, 4):
@@ -134,13 +137,15 @@ def test_logits_depend_on_neither_threads_nor_other_rows(
 
 
 def test_activations_are_quantized_in_blocks(make_checkpoint: MakeCheckpoint) -> None:
-    """A large activation costs the precision of its own block only."""
+    """A large activation reduces only the precision of its own block."""
     folder = make_checkpoint(n_positions=64, n_embd=96, n_layer=2)
     plant_outliers(folder)
     expected = passes(by_torch(folder, "float64"))
-    bound = MORE["int8"] * max(map(relative, passes(by_torch(folder, "int8")), expected))
-    assert max(map(relative, passes(by(NativeInt8, folder, "int8")), expected)) < bound
-    one_scale = by_torch(folder, "int8", Int8DynamicActivations)  # of 8 bits for all channels
+    bound = ERROR_LIMIT["int8"] * max(map(relative, passes(by_torch(folder, "int8")), expected))
+    assert (
+        max(map(relative, passes(transformer_with(NativeInt8, folder, "int8")), expected)) < bound
+    )
+    one_scale = by_torch(folder, "int8", Int8DynamicActivations)  # one scale for all channels
     assert max(map(relative, passes(one_scale), expected)) > bound
 
 
@@ -149,16 +154,16 @@ def test_activations_are_quantized_in_blocks(make_checkpoint: MakeCheckpoint) ->
 def test_non_finite_values_reach_the_logits(
     source: Path, dtype: str, pack: Pack, value: float
 ) -> None:
-    transformer = by(pack, source, dtype)
+    transformer = transformer_with(pack, source, dtype)
     cache = transformer.new_cache(1)
     assert transformer.next_logits(TEXT[:1], cache, 0).isfinite().all()
     transformer.wpe[1, 95] = value
     assert not transformer.next_logits(TEXT[:1], cache, 1).isfinite().any()
-    # The key stays in the cache, and attention does not hide it.
+    # The non-finite key stays in the cache, and attention does not hide it.
     assert not transformer.next_logits(TEXT[:1], cache, 2).isfinite().any()
 
 
-# What native.c cannot run.
+# What native.c does not support
 
 
 def test_replaced_weights_are_used_from_the_next_text_on(source: Path) -> None:
@@ -175,7 +180,7 @@ def test_replaced_weights_are_used_from_the_next_text_on(source: Path) -> None:
     assert transformer.new_cache(cache_size)
 
 
-def test_tensors_that_do_not_fit_are_not_passed_to_c(source: Path) -> None:
+def test_tensors_that_do_not_fit_are_not_passed_to_native_c(source: Path) -> None:
     transformer = native(Engine.from_pretrained(source))
     model, kv = NativeModel(transformer), transformer.new_cache(2).kv
     ids = TEXT[:2, None]
@@ -198,7 +203,7 @@ def test_tensors_that_do_not_fit_are_not_passed_to_c(source: Path) -> None:
     for tokens, cache, start in wrong:
         with pytest.raises(Unsupported):
             model.hidden(tokens, cache, start)
-    with pytest.raises(IndexError):  # torch's own error
+    with pytest.raises(IndexError):  # raised by torch
         transformer.next_logits(torch.tensor([97]), transformer.new_cache(1), 0)
     product = transformer.h[0].attn_proj
     for inputs in ([96], [-1], list(range(65))):
@@ -213,7 +218,7 @@ def test_tensors_that_do_not_fit_are_not_passed_to_c(source: Path) -> None:
         NativeModel(transformer)
 
 
-# Processes and threads.
+# Processes and threads
 
 
 def generated(engine: Engine, seed: int) -> list[int]:
@@ -221,7 +226,7 @@ def generated(engine: Engine, seed: int) -> list[int]:
     return engine.generate(ids, max_new_tokens=50, temperature=0, stop_ids=())[0].tolist()
 
 
-def test_two_engines_decode_at_once_in_two_threads(source: Path) -> None:
+def test_two_engines_can_decode_concurrently_in_two_threads(source: Path) -> None:
     engines = [Engine.from_pretrained(source, dtype=dtype) for dtype in ("float32", "int8")]
     expected = [[generated(engine, seed) for seed in range(4)] for engine in engines]
     found: list[list[list[int]]] = [[], []]
@@ -241,7 +246,7 @@ def test_two_engines_decode_at_once_in_two_threads(source: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_decodes_although_its_parent_used_threads(source: Path) -> None:
+def test_a_forked_child_can_decode_although_its_parent_used_threads(source: Path) -> None:
     before = torch.get_num_threads()
     engine = Engine.from_pretrained(source)
     try:
@@ -251,14 +256,14 @@ def test_a_forked_child_decodes_although_its_parent_used_threads(source: Path) -
         receiver, sender = context.Pipe(duplex=False)
         child = context.Process(target=lambda: sender.send(generated(engine, 0)))
         child.start()
-        assert receiver.poll(60), "the child waits for threads that it does not have"
+        assert receiver.poll(60), "the child waits for threads that do not exist in it"
         assert receiver.recv() == expected
         child.join()
     finally:
         torch.set_num_threads(before)
 
 
-# Building.
+# Building the library
 
 STUB = "long scratch_size(void) { return 41; }" + "".join(
     f" void {name}(void) {{}}" for name in native_library.FUNCTIONS if name != "scratch_size"
@@ -266,62 +271,62 @@ STUB = "long scratch_size(void) { return 41; }" + "".join(
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
-    """No library is loaded, the source is a stub, and the list has the compiler's runs."""
+def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
+    """The compiler commands since the source was replaced by a stub and no library was loaded."""
     (tmp_path / "stub.c").write_text(STUB)
     runs: list[list[str]] = []
     run = native_library._run
 
-    def counted(command: list[str]) -> str:
+    def count(command: list[str]) -> str:
         if "-c" in command:
             runs.append(command)
         return run(command)
 
     monkeypatch.setattr(native_library, "SOURCE", tmp_path / "stub.c")
     monkeypatch.setattr(native_library, "_loaded", None)
-    monkeypatch.setattr(native_library, "_run", counted)
+    monkeypatch.setattr(native_library, "_run", count)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield runs
 
 
-def returned() -> int:
-    """What the library's function returns."""
+def call_library() -> int:
+    """Return the result of the library's function."""
     return int(native_library.library().scratch_size(None, 0, 0))
 
 
-def again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in another process."""
+def unload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unload the library, so that it is loaded as in another process."""
     monkeypatch.setattr(native_library, "_loaded", None)
 
 
-def test_the_library_is_built_once_for_a_source_and_a_machine(
-    fresh: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_library_is_built_once_for_each_source_and_machine(
+    compilations: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert returned() == 41
+    assert call_library() == 41
     (built,) = (tmp_path / "cache/gpt2-compat").iterdir()
     built.unlink()
     built.write_bytes(b"\x7fELF damaged")
-    again(monkeypatch)
-    assert returned() == 41
-    assert len(fresh) == 2
-    again(monkeypatch)
-    assert returned() == 41
-    assert len(fresh) == 2  # the damaged one was replaced
+    unload(monkeypatch)
+    assert call_library() == 41
+    assert len(compilations) == 2
+    unload(monkeypatch)
+    assert call_library() == 41
+    assert len(compilations) == 2  # the damaged library was replaced
     (tmp_path / "stub.c").write_text(STUB.replace("41", "43"))
-    again(monkeypatch)
-    assert returned() == 43
-    again(monkeypatch)
+    unload(monkeypatch)
+    assert call_library() == 43
+    unload(monkeypatch)
     monkeypatch.setattr(native_library, "processor", lambda: {"flags": "another"})
     native_library.library()
-    assert len(fresh) == 4
+    assert len(compilations) == 4
     assert len(list((tmp_path / "cache/gpt2-compat").iterdir())) == 3
 
 
-def test_processes_that_build_at_once_do_not_disturb_each_other(
-    fresh: list[list[str]], tmp_path: Path
+def test_processes_that_build_concurrently_do_not_disturb_each_other(
+    compilations: list[list[str]], tmp_path: Path
 ) -> None:
     context = multiprocessing.get_context("fork")
-    children = [context.Process(target=lambda: os._exit(returned())) for _ in range(3)]
+    children = [context.Process(target=lambda: os._exit(call_library())) for _ in range(3)]
     for child in children:
         child.start()
     for child in children:
@@ -330,9 +335,9 @@ def test_processes_that_build_at_once_do_not_disturb_each_other(
     assert len(list((tmp_path / "cache/gpt2-compat").iterdir())) == 1
 
 
-@pytest.mark.parametrize("obstacle", ["file in the way", "no home"])
-def test_without_a_cache_it_is_built_in_a_temporary_folder(
-    fresh: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+@pytest.mark.parametrize("obstacle", ["file at the path", "no home"])
+def test_without_a_cache_the_library_is_built_in_a_temporary_folder(
+    compilations: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
 ) -> None:
     if obstacle == "no home":
         monkeypatch.setattr(native_library, "cache_folder", lambda: None)
@@ -341,7 +346,7 @@ def test_without_a_cache_it_is_built_in_a_temporary_folder(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(native_library.tempfile, "tempdir", str(temporary))
-    assert returned() == 41
+    assert call_library() == 41
     assert list(temporary.iterdir()) == []
 
 
@@ -358,8 +363,8 @@ def missing_function(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [no_compiler, error_in_the_source, missing_function])
-def test_without_a_library_torch_decodes_after_one_note(
-    fresh: list[list[str]], source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+def test_without_a_library_torch_decodes_after_a_single_note(
+    compilations: list[list[str]], source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None],
 ) -> None:  # fmt: skip
     fault(monkeypatch, tmp_path)
@@ -376,8 +381,8 @@ def test_without_a_library_torch_decodes_after_one_note(
     assert err.count("\n") == 1 and "COMPAT_NATIVE=0" in err
 
 
-def test_it_can_be_switched_off(
-    fresh: list[list[str]], source: Path, capfd: pytest.CaptureFixture[str],
+def test_the_native_library_can_be_disabled(
+    compilations: list[list[str]], source: Path, capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("COMPAT_NATIVE", "0")
@@ -388,7 +393,7 @@ def test_it_can_be_switched_off(
             NativeLinear(torch.ones(2, 2), None)
     finally:
         kernels.clear_choices()
-    assert capfd.readouterr().err == "" and fresh == []
+    assert capfd.readouterr().err == "" and compilations == []
 
 
 def test_a_library_with_wrong_results_is_not_used(
@@ -412,7 +417,7 @@ def test_a_library_with_wrong_results_is_not_used(
 @pytest.mark.parametrize("shape", [(64, 64), (97, 65), (768, 100), (70, 1000)], ids=str)
 @pytest.mark.parametrize("outliers", [None, torch.tensor([3, 17])], ids=["", "outliers"])
 @pytest.mark.parametrize("by_outputs", [False, True])
-def test_weights_are_quantized_as_by_torch(
+def test_weights_are_quantized_as_in_torch(
     shape: tuple[int, int],
     outliers: Tensor | None,
     by_outputs: bool,
@@ -426,13 +431,13 @@ def test_weights_are_quantized_as_by_torch(
     monkeypatch.setenv("COMPAT_NATIVE", "0")
     expected = matrices.quantize(weight, outliers)
     assert torch.equal(found.values, expected.values) and torch.equal(found.scale, expected.scale)
-    assert (found.values.abs().amax(dim=1) == 127).sum() == shape[1] - 1  # all but the one of zeros
+    assert (found.values.abs().amax(dim=1) == 127).sum() == shape[1] - 1  # except the zeros
     assert (found.outliers is None) == (outliers is None)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("by_outputs", [False, True])
-def test_a_value_that_is_not_finite_stays_in_a_quantized_weight(
+def test_a_non_finite_value_makes_the_scale_of_its_output_nan(
     value: float, by_outputs: bool
 ) -> None:
     weight = torch.randn(70, 100, generator=torch.Generator().manual_seed(0))
@@ -443,7 +448,7 @@ def test_a_value_that_is_not_finite_stays_in_a_quantized_weight(
     assert scale[50].isnan() and scale.isfinite().sum() == 99
 
 
-# The paths of other processors, and every access to memory.
+# Code paths of other processors, and memory accesses
 
 
 @pytest.mark.parametrize(
@@ -458,8 +463,10 @@ def test_a_value_that_is_not_finite_stays_in_a_quantized_weight(
 def test_no_code_path_reads_or_writes_out_of_bounds(
     tmp_path: Path, machine: str, amx: list[Path | str]
 ) -> None:
-    """AVX-512, AMX as loops, AVX2 and the portable loops on models of odd sizes, under the
-    sanitizers."""
+    """The paths are AVX-512, AMX emulated by loops, AVX2 and portable loops.
+
+    Models of unusual sizes run under the address and undefined-behaviour sanitizers.
+    """
     if os.uname().machine != "x86_64":
         pytest.skip("not an x86-64")
     program, driver = str(tmp_path / "driver"), Path(__file__).with_name("native_driver.c")
@@ -476,9 +483,10 @@ def test_no_code_path_reads_or_writes_out_of_bounds(
     )
     assert logits.shape == (30, 93) and logits.isfinite().all()
     known = LOGITS.setdefault("first", logits)
-    # In a model of int8 weights, an activation may be rounded the other way, and so may a bfloat16
-    # key or value. Norms that differ by a millionth do the same, and change these logits by up to
-    # 3e-4 and 3e-3. Without the low terms of activations they change by at least 2e-3 and 1e-2.
+    # With int8 weights, activations may be rounded in the other direction, and so may bfloat16 keys
+    # and values. Norms that differ by a millionth have the same effect, and change these logits by
+    # up to 3e-4 and 3e-3. Without the low terms of activations, they change by at least 2e-3 and
+    # 1e-2.
     special = {"2 0": 1e-3, "2 1": 5e-3}
     bounds = [special.get(line[:3], 5e-6) for line in done.stdout.splitlines()]
     assert ((logits - known).norm(dim=1) < torch.tensor(bounds) * known.norm(dim=1)).all()

@@ -1,4 +1,4 @@
-"""Prompts and large batches by native.c, and the memory of the weights that it reads."""
+"""Prompts and large batches in native.c, and the memory of the weights that it reads."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from compat.decoding.transformer import Transformer
 from tests.conftest import MakeCheckpoint
 from tests.generation_common import relative
 from tests.native_common import (
-    MORE,
-    by,
+    ERROR_LIMIT,
     by_torch,
     each_prompt_kernel,
     needs_compiler,
     needs_panels,
     plant_outliers,
+    transformer_with,
 )
 
 pytestmark = needs_compiler
 
-# Few of these lengths and sizes are multiples of what is computed at a time.
+# Most of these lengths and sizes are not multiples of the sizes of native.c's blocks.
 LENGTHS = (17, 22, 67, 1030)
 SIZES = {"n_positions": 1100, "n_embd": 102, "n_head": 3, "n_inner": 67, "n_layer": 2}
 TEXT = torch.randint(97, (1030,), generator=torch.Generator().manual_seed(7))
@@ -51,33 +51,38 @@ def source(make_checkpoint: MakeCheckpoint) -> Path:
 
 @torch.inference_mode()
 def logits_of(transformer: Transformer, texts: Sequence[Sequence[int]]) -> Tensor:
-    """(B, T, V) of texts of one length, in one pass."""
+    """Return the logits (B, T, V) of texts of equal length, computed in one pass."""
     cache, ids = transformer.new_cache(len(texts)), torch.tensor(texts)
     return transformer.logits(transformer(ids, cache.kv, 0))
 
 
 @pytest.fixture
 def native_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each pass in native.c."""
+    """The number of rows of each pass in native.c."""
     rows: list[int] = []
     decode = NativeModel._decode
 
-    def counted(self: NativeModel, batch: Any, x: Tensor, logits: Tensor | None) -> None:
+    def count(self: NativeModel, batch: Any, x: Tensor, logits: Tensor | None) -> None:
         rows.append(len(x))
         decode(self, batch, x, logits)
 
-    monkeypatch.setattr(NativeModel, "_decode", counted)
+    monkeypatch.setattr(NativeModel, "_decode", count)
     return rows
 
 
 @each_prompt_kernel
 @pytest.mark.parametrize("length", LENGTHS)
-def test_logits_of_prompts_are_those_of_torch(
+def test_logits_of_prompts_match_those_of_torch(
     source: Path, native_rows: list[int], dtype: str, pack: Pack, length: int
 ) -> None:
     texts = [TEXT[:length].tolist()]
-    transformer, exact = by(pack, source, dtype), logits_of(by_torch(source, "float64"), texts)
-    bound = MORE[dtype] * relative(logits_of(by_torch(source, dtype, Emulated), texts), exact)
+    transformer, exact = (
+        transformer_with(pack, source, dtype),
+        logits_of(by_torch(source, "float64"), texts),
+    )
+    bound = ERROR_LIMIT[dtype] * relative(
+        logits_of(by_torch(source, dtype, Emulated), texts), exact
+    )
     assert relative(logits_of(transformer, texts), exact) < bound
     assert native_rows == [length, length]
     transformer.wpe = transformer.wpe.roll(1, 0)
@@ -85,9 +90,9 @@ def test_logits_of_prompts_are_those_of_torch(
 
 
 class Emulated(Int8):
-    """Quantizes activations as native.c does those of prompts.
+    """An int8 product that quantizes activations as native.c does for prompts.
 
-    They are in blocks of 64 with a scale each, and have 8 bits, or 16 in a block where one is
+    The activations are quantized in blocks of 64. They have 8 bits, or 16 in blocks in which one is
     `outliers` times as large as their mean.
     """
 
@@ -117,19 +122,19 @@ def test_activations_have_8_bits_and_those_with_outliers_16(
     folder = make_checkpoint(**SIZES)
     plant_outliers(folder)
     texts = [TEXT[:33].tolist()]
-    # The cache is float32: torch would round queries, too, to a cache of bfloat16.
-    expected = logits_of(by(Emulated, folder, "float32"), texts)
-    found = logits_of(by(NativeInt8Prompts, folder, "float32"), texts)
+    # The cache has float32, because torch would also round queries to a bfloat16 cache's precision.
+    expected = logits_of(transformer_with(Emulated, folder, "float32"), texts)
+    found = logits_of(transformer_with(NativeInt8Prompts, folder, "float32"), texts)
     assert relative(found, expected) < 1e-5
-    assert relative(logits_of(by(OneTerm, folder, "float32"), texts), expected) > 0.1
+    assert relative(logits_of(transformer_with(OneTerm, folder, "float32"), texts), expected) > 0.1
 
 
 @each_prompt_kernel
-def test_logits_of_prompts_depend_on_neither_threads_nor_other_texts(
+def test_logits_of_prompts_do_not_depend_on_threads_or_other_texts(
     source: Path, dtype: str, pack: Pack
 ) -> None:
-    transformer, before = by(pack, source, dtype), torch.get_num_threads()
-    texts = TEXT[: 3 * 230].view(3, 230).tolist()  # more than are computed at once
+    transformer, before = transformer_with(pack, source, dtype), torch.get_num_threads()
+    texts = TEXT[: 3 * 230].view(3, 230).tolist()  # more than native.c computes at once
     assert 3 * 230 > ROWS_AT_ONCE
     found = []
     try:
@@ -146,20 +151,22 @@ def test_logits_of_prompts_depend_on_neither_threads_nor_other_texts(
 
 @each_prompt_kernel
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_values_that_are_not_finite_reach_the_positions_from_theirs_on(
+def test_non_finite_values_reach_all_later_positions(
     source: Path, dtype: str, pack: Pack, value: float
 ) -> None:
-    transformer = by(pack, source, dtype)
+    transformer = transformer_with(pack, source, dtype)
     transformer.wpe[22, 100] = value
     finite = logits_of(transformer, [TEXT[:33].tolist()])[0].isfinite()
     assert finite[:22].all() and not finite[22:].any()
 
 
 @each_prompt_kernel
-def test_prompts_with_activations_that_native_c_computes_one_by_one_are_for_torch(
+def test_torch_computes_prompts_whose_activation_native_c_does_not_vectorize(
     make_checkpoint: MakeCheckpoint, native_rows: list[int], dtype: str, pack: Pack
 ) -> None:
-    transformer = by(pack, make_checkpoint(**SIZES, activation_function="gelu"), dtype)
+    transformer = transformer_with(
+        pack, make_checkpoint(**SIZES, activation_function="gelu"), dtype
+    )
     assert isinstance(transformer, NativeTransformer)
     logits_of(transformer, [TEXT[: FEW_ROWS + 1].tolist()])
     assert native_rows == []
@@ -167,18 +174,18 @@ def test_prompts_with_activations_that_native_c_computes_one_by_one_are_for_torc
     assert native_rows == [FEW_ROWS, FEW_ROWS]
 
 
-# Memory of the weights.
+# The memory of the weights
 
 
-def flags_of_memory(address: int) -> set[str]:
-    """The flags of the mapping that holds an address, as in /proc/self/smaps."""
-    holds = False
+def memory_flags(address: int) -> set[str]:
+    """Return the flags of the mapping that contains an address, from /proc/self/smaps."""
+    contains = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
         if not first.endswith(":"):
             start, end = (int(number, 16) for number in first.split("-"))
-            holds = start <= address < end
-        elif holds and first == "VmFlags:":
+            contains = start <= address < end
+        elif contains and first == "VmFlags:":
             return set(rest)
     raise AssertionError(f"no mapping holds {address:x}")
 
@@ -188,16 +195,16 @@ def flags_of_memory(address: int) -> set[str]:
 def test_small_weights_share_blocks_in_huge_pages(
     pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrices, "_of_thread", threading.local())  # no block is in use
+    monkeypatch.setattr(matrices, "_of_thread", threading.local())  # no block is allocated yet
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
-    by_output = weight.t().contiguous().t()  # the layout of an embedding, which is the head
+    by_output = weight.t().contiguous().t()  # the layout of an embedding that is also the head
     first, second = pack(weight, None), pack(by_output, None)
     one, other = (getattr(p, "weight", None) for p in (first, second))
     if pack is NativeInt8:
         one, other = first.qweight, second.qweight
     assert one is not None and other is not None and torch.equal(one, other)
-    assert "hg" in flags_of_memory(one.data_ptr())
-    assert "hg" not in flags_of_memory(weight.data_ptr())
+    assert "hg" in memory_flags(one.data_ptr())
+    assert "hg" not in memory_flags(weight.data_ptr())
     assert other.data_ptr() - one.data_ptr() == one.nbytes  # both sizes are multiples of 64
     block = matrices._of_thread.block
     assert block() is not None

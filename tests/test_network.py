@@ -1,4 +1,4 @@
-"""Known results of the real weights; these download half a gigabyte from the hub."""
+"""Known results of the real weights; these tests download half a gigabyte from the hub."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gpt2(request: pytest.FixtureRequest) -> Model:
     return load_pretrained("gpt2", request.param)
 
 
-def test_greedy_ids(gpt2: Model) -> None:
+def test_greedy_ids_of_the_real_weights_are_known(gpt2: Model) -> None:
     ids = generate(gpt2, torch.tensor([DOG[:2]]), max_new_tokens=18, temperature=0)
     assert ids.tolist() == [DOG]
 
@@ -35,7 +35,9 @@ def test_greedy_ids(gpt2: Model) -> None:
         ("Every effort moves", " forward, but it's not enough."),
     ],
 )
-def test_greedy_text(gpt2: Model, prompt: str, continuation: str) -> None:
+def test_greedy_text_of_the_real_weights_is_known(
+    gpt2: Model, prompt: str, continuation: str
+) -> None:
     tokenizer = load_tokenizer("gpt2")
     new = len(tokenizer.encode(continuation))
     ids = generate(
@@ -44,7 +46,7 @@ def test_greedy_text(gpt2: Model, prompt: str, continuation: str) -> None:
     assert tokenizer.decode(ids[0].tolist()) == prompt + continuation
 
 
-def test_loss(gpt2: Model) -> None:
+def test_the_loss_of_the_real_weights_is_known(gpt2: Model) -> None:
     tokenizer = load_tokenizer("gpt2")
     ids = torch.tensor([50256, *tokenizer.encode("Hello world!")])
     loss = F.cross_entropy(gpt2(ids[None])[0, :-1], ids[1:])
@@ -52,5 +54,5 @@ def test_loss(gpt2: Model) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_parity(dialect: str) -> None:
+def test_the_real_weights_have_parity(dialect: str) -> None:
     assert check_parity(dialect, "gpt2", text="The dog was found in a field near the river.").passed

@@ -1,4 +1,4 @@
-"""Non-finite logits: the error names the first non-finite hidden state."""
+"""The error for non-finite logits names the first non-finite hidden state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALUES = {"NaN": torch.nan, "an infinity": torch.inf}
 @pytest.mark.parametrize(
     ("tensor", "at", "tap"),
     [
-        ("wte.weight", 17 * 24, "embed"),  # of id 17
+        ("wte.weight", 17 * 24, "embed"),  # the embedding of id 17
         ("h.0.ln_1.weight", 0, "h.0.ln_1"),
         ("h.1.attn.c_attn.bias", 0, "h.1.q"),
         ("h.1.attn.c_attn.bias", 24, "h.1.k"),
@@ -67,8 +67,10 @@ def test_float16_overflow_names_the_layer_and_the_remedy(tiny: Path, dialect: st
 
 
 @pytest.mark.parametrize("ids", [[[5, 17, 60], [8, 7, 6]], [[8, 7, 6], [5, 17, 60]]])
-def test_the_faulty_row_is_examined(state: State, write: Write, ids: list[list[int]]) -> None:
-    """Only prompts with token 60 read the value."""
+def test_the_row_with_non_finite_values_is_examined(
+    state: State, write: Write, ids: list[list[int]]
+) -> None:
+    """Only prompts with token 60 read the NaN."""
     state["wte.weight"][60, 0] = torch.nan
     head = {"lm_head.weight": state["wte.weight"].nan_to_num()}
     model = unchecked(write({**state, **head}))
@@ -80,7 +82,7 @@ def test_the_faulty_row_is_examined(state: State, write: Write, ids: list[list[i
 def test_a_later_non_finite_value_is_reported_when_it_appears(
     state: State, write: Write, tiny: Path
 ) -> None:
-    """The position of the third new id has it."""
+    """The non-finite value is in the position embedding of the third new id."""
     state["wpe.weight"][len(PROMPT[0]) + 2, 0] = torch.inf
     model = unchecked(write(state))
     steps, found = stream(model, PROMPT, max_new_tokens=9, temperature=0, stop_ids=()), []
@@ -91,7 +93,7 @@ def test_a_later_non_finite_value_is_reported_when_it_appears(
 
 
 @each_dialect
-def test_a_finite_model_has_no_such_tap(tiny: Path, dialect: str) -> None:
+def test_no_tap_of_a_finite_model_is_reported(tiny: Path, dialect: str) -> None:
     model: Model = ours(tiny, dialect)
     taps = expand_taps(get_dialect(dialect).taps, n_layer=3)
     assert first_not_finite(model, taps, lambda: model(BATCH)) is None

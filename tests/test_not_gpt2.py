@@ -1,4 +1,4 @@
-"""Other models are reported before missing facts; aliases of config fields are accepted."""
+"""Other models are recognized before missing settings are reported, and aliases are accepted."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.foreign_files import ARGS, linear, masks
 
 
 def llama() -> State:
+    """Return a state dict with the names of Llama."""
     names = [f"model.layers.{i}.{n}.weight" for i in range(2) for n in (
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
         "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -26,7 +27,7 @@ def llama() -> State:
 
 
 def rnn() -> State:
-    """makemore's recurrent model, whose embedding has the name of GPT-2's."""
+    """Return makemore's recurrent model, whose embedding has the same name as GPT-2's."""
     cell = nn.Linear(16, 8)
     return {
         "start": torch.zeros(1, 8),
@@ -72,7 +73,7 @@ def test_another_model_is_reported_first(
 
 
 def gated(state: State) -> State:
-    """GPT-2's blocks with a gate in the feed-forward layer."""
+    """Return GPT-2's tensors with a gate in each MLP."""
     gates = {f"h.{i}.mlp.c_gate.weight": torch.randn(96, 24) for i in range(3)}
     return {**linear(state), **{f"transformer.{name}": gate for name, gate in gates.items()}}
 
@@ -104,31 +105,33 @@ def test_the_error_for_names_of_the_linear_dialect_suggests_adapt(
         load_pretrained(tmp_path)
 
 
-# nanoGPT's arguments.
+# nanoGPT's arguments
 
 
 @pytest.mark.parametrize("field", ["num_heads", "n_heads", "num_attention_heads"])
-def test_aliases_of_the_number_of_heads(tmp_path: Path, state: State, field: str) -> None:
+def test_aliases_of_the_number_of_heads_are_accepted(
+    tmp_path: Path, state: State, field: str
+) -> None:
     args = {field if name == "n_head" else name: value for name, value in ARGS.items()}
     torch.save({"model": linear(state), "model_args": args}, tmp_path / "ckpt.pt")
     assert open_checkpoint(tmp_path).config.n_head == 4
 
 
-def test_aliases_of_every_size(tmp_path: Path, state: State) -> None:
+def test_aliases_of_all_sizes_are_accepted(tmp_path: Path, state: State) -> None:
     args = {"num_layers": 3, "num_heads": 4, "hidden_size": 24, "context_length": 32}
     torch.save({"model": linear(state), "model_args": args}, tmp_path / "ckpt.pt")
     config = open_checkpoint(tmp_path).config
     assert (config.n_layer, config.n_head, config.n_embd, config.n_positions) == (3, 4, 24, 32)
 
 
-def test_two_aliases_that_disagree(tmp_path: Path, state: State) -> None:
+def test_two_aliases_with_different_values_are_refused(tmp_path: Path, state: State) -> None:
     args = {**ARGS, "num_heads": 2}
     torch.save({"model": linear(state), "model_args": args}, tmp_path / "ckpt.pt")
     with pytest.raises(Exception, match=r"n_head.*4.*2"):
         open_checkpoint(tmp_path)
 
 
-# Ids outside the vocabulary.
+# Ids outside the vocabulary
 
 
 @pytest.mark.parametrize(

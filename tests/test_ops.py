@@ -1,4 +1,4 @@
-"""Operations on parameters of any shape: loading and saving are inverse, bit by bit."""
+"""Loading and saving with ops are inverse bit by bit, for parameters of any shape."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compat import Fused, NameMapError, Part, Rearrange, Rows
-from tests.loading_common import identical
+from tests.loading_common import check_identical
 
 SIZE = st.integers(1, 4)
 
 
 def numbered(*shape: int) -> Tensor:
-    """A tensor whose elements are all different."""
+    """Return a tensor whose elements are all different."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
 
 
-def there_and_back(op: Rearrange | Fused | Rows, tensor: Tensor) -> tuple[Tensor, ...]:
-    made = op.load(tensor)
-    assert all(part.is_contiguous() for part in made)
-    back = op.save(made)
-    assert back.is_contiguous()
-    identical({"tensor": back}, {"tensor": tensor})
-    return made
+def round_trip(op: Rearrange | Fused | Rows, tensor: Tensor) -> tuple[Tensor, ...]:
+    """Load and save the tensor, check that it is restored, and return the loaded parts."""
+    loaded = op.load(tensor)
+    assert all(part.is_contiguous() for part in loaded)
+    restored = op.save(loaded)
+    assert restored.is_contiguous()
+    check_identical({"tensor": restored}, {"tensor": tensor})
+    return loaded
 
 
-# Rearrange.
+# Rearrange
 
 
 @pytest.mark.parametrize(
@@ -47,11 +48,11 @@ def there_and_back(op: Rearrange | Fused | Rows, tensor: Tensor) -> tuple[Tensor
         ("(h d) c -> c (h d)", {"h": 2}, lambda t: t.mT),
     ],
 )
-def test_patterns(
+def test_a_pattern_rearranges_the_axes(
     pattern: str, sizes: dict[str, int], expected: Callable[[Tensor], Tensor]
 ) -> None:
-    [made] = there_and_back(Rearrange(pattern, tuple(sizes.items())), numbered(6, 4))
-    assert torch.equal(made, expected(numbered(6, 4)))
+    [loaded] = round_trip(Rearrange(pattern, tuple(sizes.items())), numbered(6, 4))
+    assert torch.equal(loaded, expected(numbered(6, 4)))
 
 
 @given(data=st.data(), sizes=st.tuples(SIZE, SIZE, SIZE))
@@ -66,12 +67,12 @@ def test_any_order_and_merging_of_axes_is_inverted(
     h, d, c = sizes
     op = Rearrange(f"(h d) c -> {' '.join(right)}", (("h", h), ("d", d)))
     tensor = numbered(h * d, c)
-    [made] = there_and_back(op, tensor)
+    [loaded] = round_trip(op, tensor)
     plain = tensor.reshape(h, d, c).permute(["hdc".index(x) for x in order])
-    assert torch.equal(made.reshape(plain.shape), plain)
+    assert torch.equal(loaded.reshape(plain.shape), plain)
 
 
-def test_its_text_is_its_pattern() -> None:
+def test_a_rearrangement_is_described_by_its_pattern() -> None:
     assert str(Rearrange("(h d) c -> h d c", (("h", 4),))) == "(h d) c -> h d c"
 
 
@@ -89,14 +90,14 @@ def test_its_text_is_its_pattern() -> None:
         (Rearrange("i i -> i"), (2, 3), "shape [2, 3] does not fit 'i i'"),
     ],
 )
-def test_a_shape_that_does_not_fit_the_pattern(
+def test_a_shape_that_does_not_fit_the_pattern_is_refused(
     op: Rearrange, shape: tuple[int, ...], words: str
 ) -> None:
     with pytest.raises(NameMapError, match=re.escape(words)):
         op.load(torch.zeros(shape))
 
 
-# Fused.
+# Fused
 
 ORDERS = ["".join(order) for order in permutations("qkv")]
 
@@ -109,7 +110,7 @@ ORDERS = ["".join(order) for order in permutations("qkv")]
     d=SIZE,
     channels=SIZE,
 )
-def test_one_fused_parameter_in_any_order_of_axes(
+def test_a_fused_parameter_with_any_order_of_axes_is_inverted(
     order: str, axes: list[str], cut: int, n_head: int, d: int, channels: int
 ) -> None:
     groups = [" ".join(axes[:cut]), " ".join(axes[cut:])]
@@ -118,45 +119,45 @@ def test_one_fused_parameter_in_any_order_of_axes(
     # The channels and the head size cannot both be inferred from the length of one axis.
     assume(not any({"c", "d"} <= set(group) for group in (axes[:cut], axes[cut:])))
     tensor = numbered(channels, 3 * n_head * d)
-    [made] = there_and_back(op, tensor)
+    [loaded] = round_trip(op, tensor)
     parts = tensor.reshape(channels, 3, n_head, d)[:, ["qkv".index(x) for x in order]]
     plain = parts.permute(["cqhd".index(x) for x in axes])
-    assert torch.equal(made.reshape(plain.shape), plain)
+    assert torch.equal(loaded.reshape(plain.shape), plain)
 
 
 @given(n_head=SIZE, d=SIZE, channels=SIZE, fused=st.booleans())
-def test_separate_parameters_and_one_per_head(
+def test_separate_parameters_and_one_per_head_are_inverted(
     n_head: int, d: int, channels: int, fused: bool
 ) -> None:
     tensor = numbered(channels, 3 * n_head * d)
-    whole = tensor.reshape(channels, 3, n_head, d)
+    split = tensor.reshape(channels, 3, n_head, d)
     if fused:
         parts = tuple(Part(x, "(h d) c") for x in "qkv")
-        made = there_and_back(Fused(n_head, parts), tensor)
-        for place, weight in enumerate(made):
-            assert torch.equal(weight, whole[:, place].reshape(channels, -1).mT)
+        loaded = round_trip(Fused(n_head, parts), tensor)
+        for index, weight in enumerate(loaded):
+            assert torch.equal(weight, split[:, index].reshape(channels, -1).mT)
     else:
         parts = tuple(Part(x, "d c", (head,)) for head in range(n_head) for x in "qkv")
-        made = there_and_back(Fused(n_head, parts), tensor)
-        for place, weight in enumerate(made):
-            assert torch.equal(weight, whole[:, place % 3, place // 3].mT)
+        loaded = round_trip(Fused(n_head, parts), tensor)
+        for index, weight in enumerate(loaded):
+            assert torch.equal(weight, split[:, index % 3, index // 3].mT)
 
 
 @given(n_head=SIZE, d=SIZE)
 def test_biases_have_no_channels(n_head: int, d: int) -> None:
     tensor = numbered(3 * n_head * d)
-    [made] = there_and_back(Fused(n_head, (Part("vkq", "h d q"),)), tensor)
-    assert torch.equal(made, tensor.reshape(3, n_head, d).flip(0).permute(1, 2, 0))
+    [loaded] = round_trip(Fused(n_head, (Part("vkq", "h d q"),)), tensor)
+    assert torch.equal(loaded, tensor.reshape(3, n_head, d).flip(0).permute(1, 2, 0))
 
 
 def test_parts_without_a_parameter_are_saved_as_zeros() -> None:
     op, tensor = Fused(2, (Part("q", "(h d)"), Part("v", "(h d)"))), numbered(12) + 1
-    made = op.load(tensor)
-    assert [part.tolist() for part in made] == [[1, 2, 3, 4], [9, 10, 11, 12]]
-    assert op.save(made).tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 9, 10, 11, 12]
+    loaded = op.load(tensor)
+    assert [part.tolist() for part in loaded] == [[1, 2, 3, 4], [9, 10, 11, 12]]
+    assert op.save(loaded).tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 9, 10, 11, 12]
 
 
-def test_a_fused_tensor_that_cannot_be_split() -> None:
+def test_a_fused_tensor_that_cannot_be_split_is_refused() -> None:
     words = "shape [4, 10] cannot be split into q, k and v of 2 heads"
     with pytest.raises(NameMapError, match=re.escape(words)):
         Fused(2, (Part("qkv", "(q h d) c"),)).load(torch.zeros(4, 10))
@@ -167,23 +168,23 @@ def test_the_text_of_a_fused_op_names_its_parts() -> None:
     assert str(op) == "qk: (q h d) c; v[1]: d c"
 
 
-# Rows.
+# Rows
 
 
-@given(found=SIZE, wanted=SIZE, columns=SIZE, turned=st.booleans())
+@given(found=SIZE, wanted=SIZE, columns=SIZE, transposed=st.booleans())
 def test_rows_are_truncated_or_padded_with_zeros(
-    found: int, wanted: int, columns: int, turned: bool
+    found: int, wanted: int, columns: int, transposed: bool
 ) -> None:
-    op = Rows(found, wanted, "r c -> c r" if turned else "r c -> r c")
+    op = Rows(found, wanted, "r c -> c r" if transposed else "r c -> r c")
     tensor = numbered(found, columns) + 1
-    [made] = op.load(tensor)
-    rows, shared = (made.mT if turned else made), min(found, wanted)
+    [loaded] = op.load(tensor)
+    rows, shared = (loaded.mT if transposed else loaded), min(found, wanted)
     assert rows.shape == (wanted, columns)
     assert torch.equal(rows[:shared], tensor[:shared])
     assert not rows[shared:].any()
-    assert torch.equal(op.save([made]), tensor[:shared])
+    assert torch.equal(op.save([loaded]), tensor[:shared])
 
 
-def test_the_text_of_rows() -> None:
+def test_rows_are_described_by_their_numbers() -> None:
     assert str(Rows(50257, 1000)) == "first 1000 rows"
     assert str(Rows(50257, 50304)) == "50257 rows, then 47 of zeros"

@@ -1,4 +1,4 @@
-"""GPT-2s with a head for another task than language: the transformer loads, the head is named."""
+"""Checkpoints with a head for another task: the transformer is loaded and the head is named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def save(tmp_path: Path) -> Make:
-    """Save a model of one of the classes, noise on every parameter."""
+    """A function that saves a model of one of the classes with noise on every parameter."""
 
     def save(cls: Any, **changes: Any) -> Path:
         torch.manual_seed(7)
@@ -54,7 +54,9 @@ def save(tmp_path: Path) -> Make:
 
 @each_head
 @both_dialects
-def test_the_transformer_loads_and_the_head_is_named(save: Make, cls: Any, dialect: str) -> None:
+def test_the_transformer_is_loaded_and_the_head_is_named(
+    save: Make, cls: Any, dialect: str
+) -> None:
     folder = save(cls, num_labels=5)
     checkpoint = open_checkpoint(folder)
     task, names = HEADS[cls]
@@ -69,22 +71,22 @@ def test_the_transformer_loads_and_the_head_is_named(save: Make, cls: Any, diale
 
 @each_head
 @both_dialects
-def test_there_is_parity(save: Make, cls: Any, dialect: str) -> None:
+def test_the_loaded_transformer_has_parity(save: Make, cls: Any, dialect: str) -> None:
     assert check_parity(dialect, save(cls)).passed
 
 
 @each_head
-def test_a_missing_untied_head_is_reported(save: Make, cls: Any) -> None:
-    """With embedding and head untied there is nothing to take for the head."""
+def test_a_missing_untied_language_model_head_is_reported(save: Make, cls: Any) -> None:
+    """With untied embeddings, the embedding cannot replace the head."""
     folder = save(cls, tie_word_embeddings=False)
-    if cls is transformers.GPT2DoubleHeadsModel:  # it has a language head beside the other
+    if cls is transformers.GPT2DoubleHeadsModel:  # also has a language model head
         assert not open_checkpoint(folder).config.tie_word_embeddings
         return
     with pytest.raises(CheckpointError, match=r"1 missing: lm_head\.weight"):
         open_checkpoint(folder)
 
 
-def test_an_unknown_head_is_unexpected(save: Make, tmp_path: Path) -> None:
+def test_an_unknown_head_is_refused(save: Make, tmp_path: Path) -> None:
     folder = save(transformers.GPT2LMHeadModel)
     model = transformers.GPT2LMHeadModel.from_pretrained(folder)
     torch.save({**model.state_dict(), "value_head.weight": torch.ones(1, 24)}, tmp_path / "a.bin")

@@ -16,7 +16,7 @@ from compat.decoding.matrices import Blas, Pack, WithOutliers
 from compat.decoding.native import NativeInt8, NativeInt8Prompts
 from compat.decoding.outliers import MOST, inputs_with_outliers
 from tests.conftest import MakeCheckpoint
-from tests.native_common import by, needs_compiler, needs_panels, plant_outliers
+from tests.native_common import needs_compiler, needs_panels, plant_outliers, transformer_with
 
 SIZES: dict[str, Any] = {"n_positions": 64, "n_embd": 96, "n_layer": 2}
 TEXT = torch.randint(97, (1, 40), generator=torch.Generator().manual_seed(2))
@@ -35,7 +35,7 @@ def planted(make_checkpoint: MakeCheckpoint) -> tuple[Path, dict[str, list[int]]
     return folder, plant_outliers(folder)
 
 
-def found(folder: Path) -> dict[str, list[int]]:
+def find_outliers(folder: Path) -> dict[str, list[int]]:
     checkpoint = open_checkpoint(folder)
     embedding = checkpoint.read("wte.weight"), checkpoint.read("wpe.weight")
     inputs = inputs_with_outliers(
@@ -45,7 +45,7 @@ def found(folder: Path) -> dict[str, list[int]]:
 
 
 def logits(transformer: Any) -> Tensor:
-    """Logits of a prompt and of decode steps after it."""
+    """Return the logits of a prompt and of the decode steps after it."""
     with torch.inference_mode():
         cache = transformer.new_cache(1)
         prompt = transformer.logits(transformer(TEXT[:, :30], cache.kv, 0))
@@ -57,16 +57,16 @@ def relative(ours: Tensor, expected: Tensor) -> float:
     return float((ours - expected).norm() / expected.norm())
 
 
-def test_the_planted_inputs_are_found_and_no_others(
+def test_all_planted_outliers_and_no_others_are_found(
     planted: tuple[Path, dict[str, list[int]]], make_checkpoint: MakeCheckpoint
 ) -> None:
     folder, expected = planted
-    assert found(folder) == expected
-    assert found(make_checkpoint(**SIZES)) == {}
+    assert find_outliers(folder) == expected
+    assert find_outliers(make_checkpoint(**SIZES)) == {}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_outliers_do_not_cost_precision(
+def test_outliers_do_not_reduce_the_precision(
     monkeypatch: pytest.MonkeyPatch,
     planted: tuple[Path, dict[str, list[int]]],
     make_checkpoint: MakeCheckpoint,
@@ -76,7 +76,9 @@ def test_outliers_do_not_cost_precision(
 
     def error(folder: Path) -> float:
         engine = Engine.from_pretrained(folder, dtype="int8")
-        return relative(logits(engine.transformer), logits(by(Blas, folder, "float64")))
+        return relative(
+            logits(engine.transformer), logits(transformer_with(Blas, folder, "float64"))
+        )
 
     usual = error(make_checkpoint(**SIZES))
     assert error(planted[0]) < 1.3 * usual
@@ -84,7 +86,9 @@ def test_outliers_do_not_cost_precision(
     assert error(planted[0]) > 3 * usual
 
 
-def test_a_draft_model_has_them_too(planted: tuple[Path, dict[str, list[int]]]) -> None:
+def test_a_draft_model_treats_outliers_separately(
+    planted: tuple[Path, dict[str, list[int]]],
+) -> None:
     engine = Engine.from_pretrained(planted[0], speculate="int8")
     draft: Any = engine._draft_sources[1].draft
     products = [
@@ -94,7 +98,7 @@ def test_a_draft_model_has_them_too(planted: tuple[Path, dict[str, list[int]]]) 
     assert not any(isinstance(module, WithOutliers) for module in engine.transformer.modules())
 
 
-def test_an_outlier_that_is_not_finite_reaches_the_logits(
+def test_a_non_finite_outlier_reaches_the_logits(
     planted: tuple[Path, dict[str, list[int]]],
 ) -> None:
     transformer: Any = Engine.from_pretrained(planted[0], dtype="int8").transformer
@@ -103,11 +107,13 @@ def test_an_outlier_that_is_not_finite_reaches_the_logits(
     assert not logits(transformer).isfinite().any()
 
 
-def test_no_product_has_more_than_native_c_has_room_for(make_checkpoint: MakeCheckpoint) -> None:
+def test_no_product_has_more_outliers_than_native_c_supports(
+    make_checkpoint: MakeCheckpoint,
+) -> None:
     folder = make_checkpoint(**SIZES, activation_function="relu")
     checkpoint = open_checkpoint(folder)
     bias = checkpoint.read("h.0.mlp.c_fc.bias").clone()
-    bias[:200], bias[200:] = -1e4, 1.0  # most units are off, so that the median is 0
+    bias[:200], bias[200:] = -1e4, 1.0  # most units are inactive, so that the median is 0
     embedding = checkpoint.read("wte.weight"), checkpoint.read("wpe.weight")
 
     def read(name: str) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Packed files: read by engines and by everything else, and damaged ones."""
+"""Packed files: engines, models and commands read them, and damage is detected."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.native_common import plant_outliers
 
 HEAD = "lm_head.weight"
 IDS = torch.randint(97, (2, 20), generator=torch.Generator().manual_seed(1))
-# Kernels of every way to keep a quantized weight; the last one works everywhere.
+# Kernels for every representation of quantized weights; the last one works everywhere.
 INT8 = [native.NativeInt8Prompts, matrices.int8_weight_only, matrices.Int8TwoTerm, matrices.Int8]
 
 
-def packed(folder: Path, source: Any, **options: Any) -> Path:
+def pack(folder: Path, source: Any, **options: Any) -> Path:
     return pack_checkpoint(source, folder / "packed.safetensors", **options)
 
 
@@ -45,7 +45,7 @@ def metadata_of(file: Path) -> dict[str, Any]:
 
 
 def rewrite(file: Path, metadata: object, **tensors: torch.Tensor | None) -> None:
-    """Write the file again with this metadata, and with these tensors, or without them if None."""
+    """Write the file again with other metadata and tensors; tensors that are None are omitted."""
     state = {**load_file(file), **tensors}
     kept = {name: tensor for name, tensor in state.items() if tensor is not None}
     save_file(kept, file, {METADATA: json.dumps(metadata)})
@@ -58,7 +58,7 @@ def rewrite(file: Path, metadata: object, **tensors: torch.Tensor | None) -> Non
     [*(("int8", kernel) for kernel in INT8), ("bfloat16", matrices.Linear)],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_an_engine_of_a_packed_file_computes_what_one_of_the_checkpoint_does(
+def test_an_engine_of_a_packed_file_computes_the_same_as_one_of_the_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     make_checkpoint: MakeCheckpoint,
@@ -71,7 +71,7 @@ def test_an_engine_of_a_packed_file_computes_what_one_of_the_checkpoint_does(
     source = make_checkpoint(n_embd=32, tie_word_embeddings=tied)
     if outliers:
         plant_outliers(source)
-    file = packed(tmp_path, source, dtype=dtype)
+    file = pack(tmp_path, source, dtype=dtype)
     same = pack_checkpoint(source, tmp_path / "same.safetensors", dtype=getattr(torch, dtype))
     assert metadata_of(same) == metadata_of(file)
     one, other = Engine.from_pretrained(source, dtype=dtype), Engine.from_pretrained(file)
@@ -82,33 +82,35 @@ def test_an_engine_of_a_packed_file_computes_what_one_of_the_checkpoint_does(
 
 
 def test_a_wrong_scale_changes_what_the_engine_computes(tmp_path: Path, tiny: Path) -> None:
-    """The test above depends on this."""
-    file = packed(tmp_path, tiny)
-    right = Engine.from_pretrained(file).score(IDS)
+    """The previous test depends on this."""
+    file = pack(tmp_path, tiny)
+    correct = Engine.from_pretrained(file).score(IDS)
     name, metadata = f"h.1.mlp.c_fc.weight{SCALE}", metadata_of(file)
     wrong = load_file(file)[name].roll(1)
     metadata["checksums"][name] = hashlib.sha256(wrong.numpy().tobytes()).hexdigest()
     rewrite(file, metadata, **{name: wrong})
-    assert not torch.allclose(Engine.from_pretrained(file).score(IDS), right, atol=1e-3)
+    assert not torch.allclose(Engine.from_pretrained(file).score(IDS), correct, atol=1e-3)
 
 
 def test_drafts_from_a_packed_file_do_not_change_the_tokens(tmp_path: Path, tiny: Path) -> None:
-    file, options = packed(tmp_path, tiny), {"max_new_tokens": 10, "temperature": 0}
+    file, options = pack(tmp_path, tiny), {"max_new_tokens": 10, "temperature": 0}
     plain = Engine.from_pretrained(file, dtype="float32")
     drafted = Engine.from_pretrained(file, dtype="float32", speculate="int8")
     generated: Any = (plain.generate(IDS[:1], **options), drafted.generate(IDS[:1], **options))
     assert torch.equal(*generated)
 
 
-def test_its_tensors_are_the_dequantized_values(tmp_path: Path, tiny: Path) -> None:
-    before, after = open_checkpoint(tiny), open_checkpoint(packed(tmp_path, tiny))
+def test_the_tensors_of_a_packed_file_are_the_dequantized_values(
+    tmp_path: Path, tiny: Path
+) -> None:
+    before, after = open_checkpoint(tiny), open_checkpoint(pack(tmp_path, tiny))
     assert after.infos.keys() == before.infos.keys()
     assert not after.config.tie_word_embeddings  # the head has 8 bits, the embedding 16
     for name in before.infos:
         exact, found = before.read(name), after.read(name).float()
         if name.endswith((*PROJECTIONS, HEAD)):
             largest = exact.abs().amax(dim=1 if name == HEAD else 0, keepdim=name == HEAD)
-            step = largest / 127  # between neighbouring values of an output
+            step = largest / 127  # the distance of neighbouring quantized values of an output
             assert ((found - exact).abs() <= 0.51 * step).all()
             assert not torch.equal(found, exact)
         elif name in ("wte.weight", "wpe.weight"):
@@ -119,8 +121,10 @@ def test_its_tensors_are_the_dequantized_values(tmp_path: Path, tiny: Path) -> N
 
 @pytest.mark.parametrize("dialect", ["linear", "conv1d"])
 @pytest.mark.parametrize("mmap", [True, False])
-def test_models_load_from_it(tmp_path: Path, tiny: Path, dialect: str, mmap: bool) -> None:
-    file = packed(tmp_path, tiny)
+def test_models_can_be_loaded_from_a_packed_file(
+    tmp_path: Path, tiny: Path, dialect: str, mmap: bool
+) -> None:
+    file = pack(tmp_path, tiny)
     checkpoint = open_checkpoint(file, mmap=mmap)
     assert checkpoint.notes == [f"packed in int8 from {tiny}"]
     model = load_pretrained(checkpoint, dialect)
@@ -135,19 +139,21 @@ def test_models_load_from_it(tmp_path: Path, tiny: Path, dialect: str, mmap: boo
     assert torch.equal(checkpoint.take(HEAD, slice(2, 5))[0], written[HEAD][2:5])
 
 
-def test_the_tensors_of_usual_sizes_are_mapped_where_torch_would_align_them(
+def test_mapped_tensors_of_usual_sizes_are_aligned_to_64_bytes(
     tmp_path: Path, make_checkpoint: MakeCheckpoint
 ) -> None:
-    for length in range(1, 9):  # of the source's name, and with it of the header
+    for length in range(1, 9):  # the source's name changes the length of the header
         source = tmp_path / ("a" * length)
         make_checkpoint(n_embd=64, vocab_size=128).rename(source)
-        file = SafetensorsFile(packed(tmp_path, source))
+        file = SafetensorsFile(pack(tmp_path, source))
         assert {file.map(name).data_ptr() % 64 for name in file.infos} == {0}
 
 
-def test_it_records_the_checkpoint_it_was_packed_from(tmp_path: Path, tiny: Path) -> None:
+def test_a_packed_file_records_the_checkpoint_of_which_it_was_packed(
+    tmp_path: Path, tiny: Path
+) -> None:
     weights = (tiny / "model.safetensors").read_bytes()
-    found = metadata_of(packed(tmp_path, tiny))
+    found = metadata_of(pack(tmp_path, tiny))
     assert found["source"] == str(tiny)
     assert found["source_sha256"] == hashlib.sha256(weights).hexdigest()
     sharded = tmp_path / "sharded"
@@ -155,11 +161,11 @@ def test_it_records_the_checkpoint_it_was_packed_from(tmp_path: Path, tiny: Path
     files = [sharded / "model.safetensors.index.json", *sorted(sharded.glob("model-*"))]
     assert len(files) > 3
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    assert metadata_of(packed(tmp_path, sharded))["source_sha256"] == digest
+    assert metadata_of(pack(tmp_path, sharded))["source_sha256"] == digest
 
 
-def test_a_changed_byte_is_found_in_every_tensor(tmp_path: Path, tiny: Path) -> None:
-    file = packed(tmp_path, tiny)
+def test_a_changed_byte_is_detected_in_every_tensor(tmp_path: Path, tiny: Path) -> None:
+    file = pack(tmp_path, tiny)
     content, stored = file.read_bytes(), load_file(file)
     data_start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:data_start])
@@ -186,21 +192,21 @@ def test_a_changed_byte_is_found_in_every_tensor(tmp_path: Path, tiny: Path) -> 
         lambda stated: {name: value for name, value in stated.items() if name != "source"},
     ],
 )
-def test_damaged_metadata_is_one_error(tmp_path: Path, tiny: Path, change: Any) -> None:
-    file = packed(tmp_path, tiny)
+def test_damaged_metadata_raises_one_error(tmp_path: Path, tiny: Path, change: Any) -> None:
+    file = pack(tmp_path, tiny)
     rewrite(file, change(metadata_of(file)))
     with pytest.raises(CheckpointError, match="is damaged: its"):
         open_checkpoint(file)
 
 
-def test_tensors_that_do_not_fit_are_one_error(tmp_path: Path, tiny: Path) -> None:
-    file = packed(tmp_path, tiny)
+def test_tensors_that_do_not_fit_raise_one_error(tmp_path: Path, tiny: Path) -> None:
+    file = pack(tmp_path, tiny)
     metadata, name = metadata_of(file), "h.0.attn.c_attn.weight"
     rewrite(file, metadata, **{name + SCALE: torch.ones(3)})
     with pytest.raises(CheckpointError, match=f"the shapes of {name} and its scale do not match"):
         open_checkpoint(file)
     del metadata["checksums"]["ln_f.bias"]
-    rewrite(packed(tmp_path, tiny), metadata, **{"ln_f.bias": None})
+    rewrite(pack(tmp_path, tiny), metadata, **{"ln_f.bias": None})
     with pytest.raises(CompatError, match=r"missing.*ln_f\.bias"):
         open_checkpoint(file)
 
@@ -210,7 +216,7 @@ def test_inputs_with_outliers_are_stored_exactly(
 ) -> None:
     source = make_checkpoint()
     outliers = plant_outliers(source)
-    file = packed(tmp_path, source)
+    file = pack(tmp_path, source)
     stored, exact = open_checkpoint(file), open_checkpoint(source)
     for name, inputs in outliers.items():
         assert torch.equal(stored.read(name)[inputs], exact.read(name)[inputs])
@@ -228,12 +234,12 @@ def test_inputs_with_outliers_are_stored_exactly(
         (torch.tensor([0, -1]), 2, "has other inputs than those with outliers"),
     ],
 )
-def test_outliers_that_do_not_fit_are_one_error(
+def test_outliers_that_do_not_fit_raise_one_error(
     tmp_path: Path, make_checkpoint: MakeCheckpoint, inputs: torch.Tensor, rows: int, reason: str
 ) -> None:
     source = make_checkpoint()
     name = next(iter(plant_outliers(source)))
-    file = packed(tmp_path, source)
+    file = pack(tmp_path, source)
     metadata, weight = metadata_of(file), load_file(file)[name + OUTLIER_WEIGHT]
     metadata["checksums"][name + OUTLIERS] = checksum(inputs)
     if rows != len(weight):
@@ -244,13 +250,13 @@ def test_outliers_that_do_not_fit_are_one_error(
         Engine.from_pretrained(file)
 
 
-def test_a_failed_packing_keeps_the_old_file(tmp_path: Path, tiny: Path) -> None:
-    file = packed(tmp_path, tiny)
+def test_a_failed_packing_keeps_the_existing_file(tmp_path: Path, tiny: Path) -> None:
+    file = pack(tmp_path, tiny)
     before = file.read_bytes()
     with pytest.raises(CheckpointError, match=f"is already packed. Pack {tiny} instead"):
-        packed(tmp_path, file)
+        pack(tmp_path, file)
     with pytest.raises(ConfigError, match=r"dtype is 'float32', but must be 'int8' or 'bfloat16'"):
-        packed(tmp_path, tiny, dtype="float32")
+        pack(tmp_path, tiny, dtype="float32")
     with pytest.raises(ConfigError, match=r"must be a path that ends in \.safetensors"):
         pack_checkpoint(tiny, tmp_path / "model.bin")
     (tmp_path / "a.safetensors").mkdir()
@@ -261,17 +267,17 @@ def test_a_failed_packing_keeps_the_old_file(tmp_path: Path, tiny: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} == {file.name, "a.safetensors"}
 
 
-def test_values_beyond_bfloat16_are_refused(tmp_path: Path, tiny: Path) -> None:
+def test_values_beyond_the_range_of_bfloat16_are_refused(tmp_path: Path, tiny: Path) -> None:
     model = load_pretrained(tiny, dtype="float64")
     with torch.no_grad():
         model.final_norm.scale[3] = 3.4e38  # type: ignore[union-attr, operator, index]
     save_pretrained(model, tmp_path / "large")
     with pytest.raises(CheckpointError, match=r"in torch\.bfloat16, ln_f\.weight has 1 NaN or inf"):
-        packed(tmp_path, tmp_path / "large", dtype="bfloat16")
+        pack(tmp_path, tmp_path / "large", dtype="bfloat16")
     assert not (tmp_path / "packed.safetensors").exists()
 
 
-def test_the_command_packs_and_generate_reads_it(cli: Cli, tmp_path: Path) -> None:
+def test_the_pack_command_writes_a_file_that_generate_reads(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "demo.safetensors"
     done = cli("pack", "demo", "--out", file)
     assert done.code == 0

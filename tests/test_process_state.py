@@ -42,7 +42,7 @@ OWNERS = (TracerBase, nn.Module, nn.Linear, nn.LayerNorm, nn.Embedding, nn.Multi
 
 
 def state() -> dict[str, Any]:
-    """The state on which other code in this process may depend."""
+    """Return the state on which other code in this process may depend."""
     named = [log for log in logging.root.manager.loggerDict.values() if hasattr(log, "filters")]
     loggers = [logging.root, *named]
     torch_flags = {
@@ -75,7 +75,7 @@ def state() -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    new = after["loggers"].keys() - before["loggers"].keys()  # of modules imported meanwhile
+    new = after["loggers"].keys() - before["loggers"].keys()  # of newly imported modules
     after["loggers"] = {k: v for k, v in after["loggers"].items() if k not in new}
     return [key for key in before if before[key] != after[key]]
 
@@ -85,7 +85,7 @@ def raising(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 class Branching(MyGPT2):
-    """Branches on its logits."""
+    """A model whose forward pass branches on its logits."""
 
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = super().forward(ids)
@@ -111,12 +111,12 @@ CALLS: dict[str, Callable[[Path, Path], Any]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_state_of_the_process_is_restored(name: str, tiny: Path, tmp_path: Path) -> None:
-    logging.disable(logging.DEBUG)  # a setting of the user's
+    logging.disable(logging.DEBUG)  # a setting of the user
     transformers.utils.logging.enable_progress_bar()
     try:
         torch.manual_seed(1)
         before = state()
-        if name.startswith("adapt"):  # building a model of one's own draws numbers
+        if name.startswith("adapt"):  # building the user's model draws random numbers
             MyGPT2()
             before["torch seed"] = state()["torch seed"]
             torch.manual_seed(1)
@@ -154,7 +154,7 @@ def test_other_threads_can_print_while_adapt_runs(
     assert len([record for record in caplog.records if record.name == "other"]) == counts[0]
 
 
-def test_two_adapts_at_once(tiny: Path) -> None:
+def test_two_threads_can_run_adapt_concurrently(tiny: Path) -> None:
     models = [MyGPT2(), Branching()]
     before, verdicts = state(), {}
 
@@ -170,8 +170,8 @@ def test_two_adapts_at_once(tiny: Path) -> None:
     assert differences(before, state()) == []
 
 
-def test_references_that_are_loaded_at_once_leave_transformers_as_it_was(tiny: Path) -> None:
-    """transformers' from_pretrained replaces a method of its class while it runs."""
+def test_references_that_are_loaded_concurrently_restore_transformers(tiny: Path) -> None:
+    """While it runs, transformers' from_pretrained replaces a method of its class."""
     before = vars(transformers.PreTrainedModel)["tie_weights"]
     checkpoint = open_checkpoint(tiny)
     with ThreadPoolExecutor(4) as pool:
@@ -180,7 +180,7 @@ def test_references_that_are_loaded_at_once_leave_transformers_as_it_was(tiny: P
     assert vars(transformers.PreTrainedModel)["tie_weights"] is before
 
 
-def test_quiet_in_overlapping_threads() -> None:
+def test_quiet_restores_the_settings_after_overlapping_threads() -> None:
     transformers.utils.logging.enable_progress_bar()
     transformers.utils.logging.set_verbosity_info()
     first, second = quiet(), quiet()
@@ -193,23 +193,23 @@ def test_quiet_in_overlapping_threads() -> None:
     assert transformers.utils.logging.get_verbosity() == logging.INFO
 
 
-def refused(*arguments: Any, **settings: Any) -> Any:
+def fail(*arguments: Any, **settings: Any) -> Any:
     raise AssertionError("the warning filters belong to the process")
 
 
-def test_reading_and_packing_leave_the_warning_filters_alone(
+def test_reading_and_packing_do_not_change_the_warning_filters(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels.clear_choices()
     with monkeypatch.context() as patched:
-        patched.setattr(warnings, "catch_warnings", refused)
+        patched.setattr(warnings, "catch_warnings", fail)
         engine = Engine.from_pretrained(tiny, dtype="int8", speculate="int8")
         assert kernels.works(Int8DynamicActivations, "draft")
     assert engine.generate(torch.tensor([[1, 2]]), max_new_tokens=3, temperature=0).shape == (1, 5)
 
 
-def test_an_engine_where_warnings_are_errors(make_checkpoint: MakeCheckpoint) -> None:
-    """Kernels that issue warnings are tried as well."""
+def test_an_engine_works_if_warnings_are_errors(make_checkpoint: MakeCheckpoint) -> None:
+    """Some of the kernels that are tried issue warnings."""
     code = f"""
 import torch
 from compat import Engine

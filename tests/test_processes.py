@@ -23,7 +23,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """torch's threads do not exist in a forked child, which would wait for them."""
+    """Disable torch's threads, which do not exist in a forked child that would wait for them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,7 +35,7 @@ def continued(model: Any, ids: Tensor = IDS) -> list[int]:
 
 
 class Texts(Dataset[list[int]]):
-    """Continues a prompt for each item."""
+    """A dataset that continues a prompt for each item."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -50,7 +50,7 @@ class Texts(Dataset[list[int]]):
 @needs_fork
 @pytest.mark.parametrize("kind", ["engine", "model"])
 def test_a_forked_child_has_its_own_cache(tiny: Path, kind: str) -> None:
-    """Parent and child continue one prompt with different ids, which do not affect each other."""
+    """Parent and child continue one prompt with different ids without affecting each other."""
     model = Engine.from_pretrained(tiny) if kind == "engine" else load_pretrained(tiny)
     alone = decoder_of(model)
     alone.start(IDS.tolist())
@@ -71,11 +71,11 @@ def test_a_forked_child_has_its_own_cache(tiny: Path, kind: str) -> None:
 
 
 def test_private_memory_works_without_the_flags_of_unix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Windows, where neither of these names exists."""
+    """Neither of these names exists on Windows."""
     monkeypatch.delattr(files.mmap, "MAP_PRIVATE", raising=False)
     monkeypatch.delattr(files.mmap, "MAP_ANONYMOUS", raising=False)
-    made = files.private_memory(100)
-    assert made[:] == bytes(100)
+    memory = files.private_memory(100)
+    assert memory[:] == bytes(100)
 
 
 @needs_fork
@@ -96,7 +96,7 @@ def test_spawned_workers_of_a_data_loader_generate(tiny: Path) -> None:
     assert list(loader) == [continued(model, IDS + i) for i in range(6)]
 
 
-def by_an_engine(folder: Path) -> list[int]:
+def generate_with_an_engine(folder: Path) -> list[int]:
     torch.set_num_threads(1)
     return continued(Engine.from_pretrained(folder))
 
@@ -104,5 +104,5 @@ def by_an_engine(folder: Path) -> list[int]:
 @pytest.mark.parametrize("method", [pytest.param("fork", marks=needs_fork), "spawn"])
 def test_processes_build_their_own_engines(tiny: Path, method: str) -> None:
     with multiprocessing.get_context(method).Pool(2) as pool:
-        found = pool.map(by_an_engine, [tiny, tiny])
-    assert found == [by_an_engine(tiny)] * 2
+        found = pool.map(generate_with_an_engine, [tiny, tiny])
+    assert found == [generate_with_an_engine(tiny)] * 2

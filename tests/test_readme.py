@@ -1,7 +1,7 @@
-"""Every code block and command of every README runs, on the checkpoint that ships with the package.
+"""Every code block and command of every README runs on the checkpoint that ships with the package.
 
 `"gpt2"` in Python blocks stands for that checkpoint. The blocks of one file run in order, in one
-namespace. Where a README shows what a command prints, the words have to match; the numbers may not,
+namespace. If a README shows the output of a command, the words must match. Numbers need not match,
 because rounding errors differ between machines.
 """
 
@@ -21,13 +21,13 @@ from compat.checkpoint import open_checkpoint
 from compat.dialects.linear import GPTModel, MultiHeadAttention
 from tests.command_line import ROOT, Cli
 
-PLACES = ["README.md", *(f"{top}/**/README.md" for top in ("compat", "scripts", "tests"))]
-READMES = sorted(str(path.relative_to(ROOT)) for place in PLACES for path in ROOT.glob(place))
+PATTERNS = ["README.md", *(f"{top}/**/README.md" for top in ("compat", "scripts", "tests"))]
+READMES = sorted(str(path.relative_to(ROOT)) for pattern in PATTERNS for path in ROOT.glob(pattern))
 CONFIG = open_checkpoint("demo").config
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)\)")
-READERS_MODELS = ("my_model", "another_model", "linear_model")  # before the first block
-RECIPES = "tests/interop/README.md"  # which needs other packages; test_recipes.py runs its blocks
-TIMED = "scripts/bench.py"  # benchmarks take minutes; tests of their own run them
+READERS_MODELS = ("my_model", "another_model", "linear_model")  # defined before the first block
+RECIPES = "tests/interop/README.md"  # needs other packages; test_recipes.py runs its blocks
+TIMED = "scripts/bench.py"  # benchmarks take minutes and have their own tests
 
 
 def blocks(readme: str, language: str) -> list[str]:
@@ -54,7 +54,7 @@ def test_python_blocks_run(
 
 
 @pytest.mark.parametrize("readme", [name for name in READMES if blocks(name, "console")])
-def test_commands_print_what_is_shown(
+def test_commands_print_the_output_that_a_readme_shows(
     readme: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -77,12 +77,12 @@ def output_of(command: str, cli: Cli) -> str:
         done = subprocess.run(command, shell=True, env=env, check=True, capture_output=True)
         return done.stdout.decode()
     done = cli(*argv)
-    assert done.code in (0, 1), done.err  # 1 is a verdict, which the text below shows
+    assert done.code in (0, 1), done.err  # 1 is a verdict, which the output shows
     return done.out
 
 
 def comparable(text: str) -> list[str]:
-    """The lines of a text without its numbers, its line breaks and the padding of its tables."""
+    """Return the words of a text, without numbers, line breaks and the padding of tables."""
     lines = [re.sub(r"\d[\d.e+-]*|\s+", " ", line).split() for line in text.splitlines()]
     return [word for line in lines for word in line]
 

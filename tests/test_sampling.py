@@ -1,4 +1,4 @@
-"""Sampling from logits, against transformers' processors with the same seed."""
+"""Sampling from logits equals transformers' processors with the same seed."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=str)
 
 
 def their_scores(logits: Tensor, seen: Tensor, setting: dict[str, Any]) -> Tensor:
-    """The scores that `transformers.generate` computes from logits (B, V), in
-    `_get_logits_processor`'s order. `seen` is (B, T), without padding.
+    """Return the scores that `transformers.generate` computes from logits (B, V).
 
-    `seen` is (B, T), without padding.
+    The processors are applied in the order of `_get_logits_processor`. `seen` is (B, T), without
+    padding.
     """
     processors = LogitsProcessorList()
     if "repetition_penalty" in setting:
@@ -64,13 +64,14 @@ def their_scores(logits: Tensor, seen: Tensor, setting: dict[str, Any]) -> Tenso
         ("top_p", TopPLogitsWarper),
         ("min_p", MinPLogitsWarper),
     ):
-        if name in setting and not (name == "top_p" and setting[name] >= 1):  # it leaves that out
+        # Transformers omits it.
+        if name in setting and not (name == "top_p" and setting[name] >= 1):
             processors.append(warper(setting[name]))
     return processors(seen, logits.float())
 
 
 def random_logits(seed: int, B: int = 64, V: int = 97, mean: float = -30) -> Tensor:
-    """Logits (B, V) with the standard deviation of GPT-2's."""
+    """Return logits (B, V) with the standard deviation of GPT-2's."""
     return 3 * torch.randn(B, V, generator=torch.Generator().manual_seed(seed)) + mean
 
 
@@ -78,7 +79,7 @@ def some_ids(seed: int, B: int = 64, V: int = 97) -> Tensor:
     return torch.randint(V, (B, 9), generator=torch.Generator().manual_seed(seed))
 
 
-def drawn(logits: Tensor, setting: dict[str, Any], seed: int = 0) -> Tensor:
+def sample(logits: Tensor, setting: dict[str, Any], seed: int = 0) -> Tensor:
     """Sample with a new generator and without previous ids."""
     sampling = Sampling(**setting)
     scores = sampling.scores(logits, [[]] * len(logits))
@@ -87,8 +88,10 @@ def drawn(logits: Tensor, setting: dict[str, Any], seed: int = 0) -> Tensor:
 
 @each_setting
 @pytest.mark.parametrize("mean", [-30, 0])
-def test_scores_and_samples_are_those_of_transformers(setting: dict[str, Any], mean: float) -> None:
-    """Logits around 0, where a penalty multiplies some and divides others, and negative logits."""
+def test_scores_and_samples_equal_those_of_transformers(
+    setting: dict[str, Any], mean: float
+) -> None:
+    """With logits around 0, a penalty multiplies some and divides others; the rest is negative."""
     for seed in range(3):
         logits, seen = random_logits(seed, mean=mean), some_ids(seed)
         expected = their_scores(logits, seen, setting)
@@ -167,7 +170,7 @@ def test_the_penalty_applies_once_to_each_id_of_a_row() -> None:
     assert scores.tolist() == [[1.0, -4.0, 4.0], [2.0, -2.0, 2.0]]
 
 
-def test_greedy_choice_uses_the_penalty_and_no_sampling_settings() -> None:
+def test_a_greedy_choice_uses_the_penalty_but_no_sampling_settings() -> None:
     logits = torch.tensor([[3.0, 2.9, 1.0]])
     sampling = Sampling(temperature=0, top_k=1, top_p=0.1, min_p=1.0, repetition_penalty=1.5)
     scores = sampling.scores(logits, [[0]])
@@ -176,7 +179,7 @@ def test_greedy_choice_uses_the_penalty_and_no_sampling_settings() -> None:
 
 
 @each_setting
-def test_probabilities_are_those_that_are_sampled_from(setting: dict[str, Any]) -> None:
+def test_probabilities_are_those_of_sampling(setting: dict[str, Any]) -> None:
     sampling = Sampling(**setting)
     scores = sampling.scores(random_logits(0), some_ids(0))
     probabilities = sampling.probabilities(scores)

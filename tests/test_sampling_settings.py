@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compat import GenerationError
 from compat.generation import Sampling
-from tests.test_sampling import SETTINGS, drawn, random_logits, some_ids, their_scores
+from tests.test_sampling import SETTINGS, random_logits, sample, some_ids, their_scores
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -24,8 +24,8 @@ def test_logits_of_any_data_type_are_sampled_in_float32(dtype: torch.dtype) -> N
     assert torch.equal(scores, their_scores(logits, seen, setting))
 
 
-def test_the_seed_matters_and_is_repeatable() -> None:
-    first, again, other = (drawn(random_logits(0), {}, seed) for seed in (1, 1, 2))
+def test_samples_depend_only_on_the_seed() -> None:
+    first, again, other = (sample(random_logits(0), {}, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -50,24 +50,24 @@ def test_the_logits_are_not_modified() -> None:
     ],
     ids=str,
 )
-def test_greedy_and_its_limits_are_the_argmax(setting: dict[str, Any]) -> None:
-    """The rows of these logits have one largest value each."""
+def test_greedy_decoding_and_extreme_settings_select_the_argmax(setting: dict[str, Any]) -> None:
+    """Each row of these logits has a unique largest value."""
     logits = random_logits(4)
     top = logits.topk(2).values
     assert (top[:, 0] > top[:, 1] + 0.02).any()
     logits = logits[top[:, 0] > top[:, 1] + 0.02]
     for seed in range(5):
-        assert torch.equal(drawn(logits, setting, seed), logits.argmax(-1))
+        assert torch.equal(sample(logits, setting, seed), logits.argmax(-1))
 
 
 def test_greedy_chooses_the_first_of_tied_logits() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0]])
-    assert drawn(logits, {"temperature": 0}).tolist() == [1, 0]
+    assert sample(logits, {"temperature": 0}).tolist() == [1, 0]
 
 
-def all_drawn(logits: Tensor, setting: dict[str, Any]) -> set[int]:
-    """The ids among 4000 samples."""
-    return set(drawn(logits.expand(4000, -1), setting).tolist())
+def sampled_ids(logits: Tensor, setting: dict[str, Any]) -> set[int]:
+    """Return the ids that occur among 4000 samples."""
+    return set(sample(logits.expand(4000, -1), setting).tolist())
 
 
 PROBS = torch.tensor([[0.15, 0.5, 0.05, 0.3]])
@@ -78,51 +78,51 @@ PROBS = torch.tensor([[0.15, 0.5, 0.05, 0.3]])
     [(0.4, {1}), (0.6, {1, 3}), (0.78, {1, 3}), (0.9, {0, 1, 3}), (0.97, {0, 1, 2, 3})],
 )
 def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, kept: set[int]) -> None:
-    assert all_drawn(PROBS.log(), {"top_p": top_p}) == kept
+    assert sampled_ids(PROBS.log(), {"top_p": top_p}) == kept
 
 
 def test_top_p_stops_at_a_set_that_reaches_p_exactly() -> None:
-    """Two of four equal probabilities are exactly one half in binary, so "<" and "<=" differ."""
-    assert len(all_drawn(torch.zeros(1, 4), {"top_p": 0.5})) == 2
+    """Two of four equal probabilities are exactly one half in binary, so `<` and `<=` differ."""
+    assert len(sampled_ids(torch.zeros(1, 4), {"top_p": 0.5})) == 2
 
 
 @pytest.mark.parametrize(
     ("top_k", "kept"), [(1, {1}), (2, {1, 3}), (3, {0, 1, 3}), (9, {0, 1, 2, 3})]
 )
 def test_top_k_keeps_the_k_most_likely_ids(top_k: int, kept: set[int]) -> None:
-    assert all_drawn(PROBS.log(), {"top_k": top_k}) == kept
+    assert sampled_ids(PROBS.log(), {"top_k": top_k}) == kept
 
 
-def test_top_k_keeps_ids_tied_with_the_last() -> None:
-    assert all_drawn(torch.tensor([[1.0, 3.0, 1.0, -5.0]]), {"top_k": 2}) == {0, 1, 2}
+def test_top_k_keeps_ids_that_tie_with_the_last_one() -> None:
+    assert sampled_ids(torch.tensor([[1.0, 3.0, 1.0, -5.0]]), {"top_k": 2}) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
     ("min_p", "kept"), [(0.05, {0, 1, 2, 3}), (0.2, {0, 1, 3}), (0.5, {1, 3}), (0.7, {1})]
 )
 def test_min_p_is_relative_to_the_most_likely_id(min_p: float, kept: set[int]) -> None:
-    assert all_drawn(PROBS.log(), {"min_p": min_p}) == kept
+    assert sampled_ids(PROBS.log(), {"min_p": min_p}) == kept
 
 
 def test_min_p_keeps_ids_exactly_at_the_threshold() -> None:
-    assert all_drawn(torch.tensor([[0.0, 0.0, -9.0]]), {"min_p": 1.0}) == {0, 1}
+    assert sampled_ids(torch.tensor([[0.0, 0.0, -9.0]]), {"min_p": 1.0}) == {0, 1}
 
 
-def test_each_filter_works_on_the_result_of_the_previous_one() -> None:
-    """Of 0.5 and 0.3 alone, the first has 0.625 and is sufficient; among all four it is not."""
-    assert all_drawn(PROBS.log(), {"top_p": 0.6}) == {1, 3}
-    assert all_drawn(PROBS.log(), {"top_k": 2, "top_p": 0.6}) == {1}
-    assert all_drawn(PROBS.log(), {"temperature": 0.5, "top_p": 0.6}) == {1}
-    assert all_drawn(PROBS.log(), {"temperature": 0.5, "min_p": 0.5}) == {1}
+def test_each_filter_uses_the_result_of_the_previous_one() -> None:
+    """After top_k, the probability 0.5 is 0.625 of the rest, which suffices for top_p; else not."""
+    assert sampled_ids(PROBS.log(), {"top_p": 0.6}) == {1, 3}
+    assert sampled_ids(PROBS.log(), {"top_k": 2, "top_p": 0.6}) == {1}
+    assert sampled_ids(PROBS.log(), {"temperature": 0.5, "top_p": 0.6}) == {1}
+    assert sampled_ids(PROBS.log(), {"temperature": 0.5, "min_p": 0.5}) == {1}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_not_finite_are_refused(value: float, temperature: float) -> None:
+def test_non_finite_logits_are_refused(value: float, temperature: float) -> None:
     logits = random_logits(0, B=2)
     logits[1, 3] = value
     with pytest.raises(GenerationError, match="not finite"):
-        drawn(logits, {"temperature": temperature})
+        sample(logits, {"temperature": temperature})
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_logits_that_are_not_finite_are_refused(value: float, temperature: float
     ids=str,
 )
 def test_settings_beyond_float32_are_refused(setting: dict[str, Any], named: str) -> None:
-    """1e-45 is a float32, but a logit divided by it is not."""
+    """1e-45 can be represented in float32, but a logit divided by it cannot."""
     sampling, logits = Sampling(**setting), random_logits(0, B=2)
     with pytest.raises(GenerationError, match=named):
         sampling.scores(logits, [[0], [1]])
@@ -144,9 +144,9 @@ def test_suppressing_all_ids_or_an_invalid_id_is_refused() -> None:
     logits = torch.zeros(1, 3)
     with pytest.raises(GenerationError, match="has all 3 ids"):
         Sampling(suppress_tokens=(0, 1, 2, 1)).scores(logits, [[]])
-    for strange in (3, -1):
-        with pytest.raises(GenerationError, match=f"has {strange}, .* 0 to 2"):
-            Sampling(suppress_tokens=(0, strange)).scores(logits, [[]])
+    for invalid in (3, -1):
+        with pytest.raises(GenerationError, match=f"has {invalid}, .* 0 to 2"):
+            Sampling(suppress_tokens=(0, invalid)).scores(logits, [[]])
 
 
 REFUSED: Sequence[tuple[dict[str, Any], str]] = [

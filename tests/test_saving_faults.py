@@ -1,4 +1,4 @@
-"""Failing and killed saves leave the complete old folder or the complete new one."""
+"""Failed and killed saves leave either the complete old folder or the complete new one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from tests.test_atomic import contents
 
 
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGINT"])
-def test_a_signal_at_any_moment_leaves_the_old_folder_or_the_new_one(
-    tmp_path: Path, kind: str
-) -> None:
-    """Every tensor and the config are of the same model, never a mixture."""
+def test_a_signal_at_any_moment_leaves_the_old_or_the_new_folder(tmp_path: Path, kind: str) -> None:
+    """All tensors and the config belong to the same model."""
     ended = Forked(killed_saves.report, 25, signal.Signals[kind], tmp_path / "model").wait()
     assert ended.code == 0, ended.err
     counts = json.loads(ended.out)
@@ -34,7 +32,7 @@ def test_a_signal_at_any_moment_leaves_the_old_folder_or_the_new_one(
 
 
 def save(folder: Path, dialect: str, limit: int, shard: str) -> None:
-    """Save the demo checkpoint, with a limit on the size of files if not 0, and print the error."""
+    """Save the demo checkpoint, with a limit on file sizes unless it is 0, and print the error."""
     model = load_pretrained("demo", dialect)
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -53,7 +51,7 @@ def save(folder: Path, dialect: str, limit: int, shard: str) -> None:
         (12_000, "1KB", "model-00001-of-", "conv1d"),
     ],
 )
-def test_a_file_size_limit_leaves_the_old_folder(
+def test_a_file_size_limit_leaves_the_old_folder_unchanged(
     tmp_path: Path, tiny: Path, limit: int, shard: str, file: str, dialect: str
 ) -> None:
     folder = tmp_path / "model"
@@ -68,17 +66,17 @@ def test_a_file_size_limit_leaves_the_old_folder(
 
 
 @contextmanager
-def small_disk(place: Path, size: str) -> Iterator[bool]:
-    """Mount a file system in memory; yield False if this process must not."""
-    place.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+def small_disk(mount_point: Path, size: str) -> Iterator[bool]:
+    """Mount a file system in memory, and yield whether this process is allowed to."""
+    mount_point.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount_point)]
     allowed = os.geteuid() == 0 and shutil.which("mount") is not None
     mounted = allowed and subprocess.run(command, capture_output=True).returncode == 0
     try:
         yield mounted
     finally:
         if mounted:
-            subprocess.run(["umount", str(place)], check=True)
+            subprocess.run(["umount", str(mount_point)], check=True)
 
 
 def may_mount() -> bool:
@@ -86,11 +84,11 @@ def may_mount() -> bool:
         return mounted
 
 
-if may_mount():  # elsewhere the limit on the size of files, above, has to do
+if may_mount():  # otherwise, only the limit on file sizes is tested
 
     @pytest.mark.parametrize("shard", ["5GB", "1MB"])
-    def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, shard: str) -> None:
-        """The disk first has space for one and a half checkpoints, then for two."""
+    def test_a_full_disk_leaves_the_old_folder_unchanged(tmp_path: Path, shard: str) -> None:
+        """First, the disk has space for one and a half checkpoints; then, for two."""
         with small_disk(tmp_path / "disk", "6m"):
             folder = tmp_path / "disk" / "model"
             save_pretrained(load_pretrained("demo"), folder)

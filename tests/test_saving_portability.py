@@ -1,4 +1,4 @@
-"""Saving on systems without locks, atomic swaps of folders, or syncs of folders."""
+"""Saving works on systems without locks, atomic swaps of folders, or syncs of folders."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 from compat import CheckpointError
 from tests.test_atomic import contents, fill, replace
 
-# Python as it is on Windows, as far as it matters here: modules, functions and flags are absent,
-# folders cannot be opened, and files are only synced through a descriptor that may write.
+# Makes Python behave as on Windows where saving depends on it: some modules, functions and flags
+# are missing, folders cannot be opened, and only writable descriptors can be synced.
 WINDOWS = """
 import ctypes, errno, os, shutil, sys
 sys.modules["fcntl"] = None
@@ -55,7 +55,7 @@ def load(name, *args, **kwargs):
 
 read_only = set()
 """
-# Only once torch is there, which loads libraries of its own.
+# Runs after torch has been imported, because torch loads libraries itself.
 SAVE = """
 import compat
 os.open, os.fsync, os.link, ctypes.CDLL = no_folders, fsync, link, load
@@ -100,12 +100,12 @@ def test_without_an_atomic_swap_folders_are_renamed(
 def test_without_ctypes_folders_are_renamed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+    def import_without_ctypes(name: str, *args: Any, **kwargs: Any) -> Any:
         if name == "ctypes":
             raise ModuleNotFoundError("No module named '_ctypes'")
         return real(name, *args, **kwargs)
 
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(builtins, "__import__", import_without_ctypes)
     replace(target, w2="new")
     assert contents(target) == {"w2": b"new", "log": b"1"}
 
@@ -114,7 +114,7 @@ def test_without_ctypes_folders_are_renamed(target: Path, monkeypatch: pytest.Mo
 def test_folders_are_renamed_if_the_system_refuses_to_swap_them(
     target: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """Containers return EPERM for system calls that they do not know."""
+    """Containers return EPERM for unknown system calls."""
 
     class Libc:
         def renameat2(self, *args: object) -> int:
@@ -127,19 +127,19 @@ def test_folders_are_renamed_if_the_system_refuses_to_swap_them(
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_a_folder_that_may_not_be_renamed_stays_as_it_is(
+def test_a_folder_that_cannot_be_renamed_stays_unchanged(
     target: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """As on Windows, if another program has a file in it open."""
+    """On Windows, this happens if another program has one of its files open."""
     monkeypatch.setattr(ctypes, "CDLL", no_symbol)
     rename, calls = Path.rename, iter(range(1, 9))
 
-    def refused(self: Path, other: Path) -> Path:
+    def refuse(self: Path, other: Path) -> Path:
         if next(calls) == failing:
             raise PermissionError(errno.EACCES, "Access is denied", str(self), None, str(other))
         return rename(self, other)
 
-    monkeypatch.setattr(Path, "rename", refused)
+    monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(CheckpointError, match=r"(?s)Access is denied.*no other program has a file"):
         replace(target, w1="new")
     assert contents(target) == {"w1": b"old", "log": b"1"}
@@ -147,7 +147,7 @@ def test_a_folder_that_may_not_be_renamed_stays_as_it_is(
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.EACCES, errno.ENOTSUP])
-def test_a_file_system_without_syncs_of_folders(
+def test_a_file_system_without_syncs_of_folders_is_supported(
     target: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     real = os.fsync
@@ -162,7 +162,7 @@ def test_a_file_system_without_syncs_of_folders(
     assert contents(target) == {"w1": b"new", "log": b"1"}
 
 
-def test_a_sync_that_fails_is_an_error(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_sync_is_an_error(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

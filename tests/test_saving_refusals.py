@@ -1,4 +1,4 @@
-"""Errors that are raised before anything is written, and existing files that are removed."""
+"""Errors are raised before anything is written, and outdated weights are removed."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from compat import (
 )
 from compat.checkpoint import open_checkpoint
 from compat.dialects import Model, get_dialect
-from tests.loading_common import both_dialects, identical
+from tests.loading_common import both_dialects, check_identical
 from tests.own_gpt2 import MyGPT2, my_map
-from tests.saving_common import stored
+from tests.saving_common import stored_tensors
 
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A folder that a refused save leaves unchanged."""
+    """A folder that a refused save must leave unchanged."""
     folder = tmp_path / "old"
     folder.mkdir()
     (folder / "model.safetensors").write_text("old")
     return folder
 
 
-def refused(old: Path, kind: type[CompatError], match: str, model: nn.Module, **how: Any) -> None:
-    """Expect the error with and without an existing folder, and no files of the attempt."""
+def check_refused(
+    old: Path, kind: type[CompatError], match: str, model: nn.Module, **options: Any
+) -> None:
+    """Check that saving into an existing or a new folder raises this error and writes nothing."""
     for folder in (old, old.with_name("new")):
         with pytest.raises(kind, match=match):
-            save_pretrained(model, folder, **how)
+            save_pretrained(model, folder, **options)
     assert [path.name for path in old.parent.iterdir()] == ["old"]
     assert [path.name for path in old.iterdir()] == ["model.safetensors"]
     assert (old / "model.safetensors").read_text() == "old"
@@ -80,20 +82,20 @@ def test_invalid_weights_are_refused(
 ) -> None:
     model = load_pretrained(tiny, dialect)
     change(model)
-    refused(old, CheckpointError, rf"GPTModel cannot be saved:\n  .*{match}", model)
+    check_refused(old, CheckpointError, rf"GPTModel cannot be saved:\n  .*{match}", model)
 
 
 def test_a_model_without_values_is_refused(old: Path, tiny: Path) -> None:
     with torch.device("meta"):
         model = get_dialect("linear").model_class(open_checkpoint(tiny).config)
-    refused(old, CheckpointError, "on the meta device, without values", model)
+    check_refused(old, CheckpointError, "on the meta device, without values", model)
 
 
-def test_a_users_model_needs_a_map_and_a_config(old: Path, tiny: Path) -> None:
+def test_a_users_model_is_refused_without_a_map_and_a_config(old: Path, tiny: Path) -> None:
     config = open_checkpoint(tiny).config
-    refused(old, NameMapError, "Pass its name_map", MyGPT2(), config=config)
-    refused(old, ConfigError, "no GPT2Config.*n_head", MyGPT2(), dialect_or_name_map=my_map())
-    refused(
+    check_refused(old, NameMapError, "Pass its name_map", MyGPT2(), config=config)
+    check_refused(old, ConfigError, "no GPT2Config.*n_head", MyGPT2(), dialect_or_name_map=my_map())
+    check_refused(
         old,
         NameMapError,
         "parameters of the model have no row: places.weight",
@@ -101,7 +103,7 @@ def test_a_users_model_needs_a_map_and_a_config(old: Path, tiny: Path) -> None:
         dialect_or_name_map=my_map(without="wpe.weight"),
         config=config,
     )
-    refused(
+    check_refused(
         old,
         ConfigError,
         "dialect is 'mine', but must be one of linear, conv1d",
@@ -128,19 +130,19 @@ def test_a_config_that_does_not_fit_the_tensors_is_refused(
     old: Path, tiny: Path, change: dict[str, Any], match: str
 ) -> None:
     config = {**json.loads((tiny / "config.json").read_text()), **change}
-    how = {"dialect_or_name_map": my_map(), "config": config}
-    refused(old, ConfigError, match, MyGPT2(), **how)
+    options = {"dialect_or_name_map": my_map(), "config": config}
+    check_refused(old, ConfigError, match, MyGPT2(), **options)
 
 
-def test_a_config_that_contradicts_the_models_own_is_refused(old: Path, tiny: Path) -> None:
+def test_a_config_that_contradicts_that_of_the_model_is_refused(old: Path, tiny: Path) -> None:
     model = load_pretrained(tiny)
-    refused(old, ConfigError, "contradicts", model, config=replace(model.config, n_head=2))
+    check_refused(old, ConfigError, "contradicts", model, config=replace(model.config, n_head=2))
     save_pretrained(model, old, config=model.config)
-    identical(stored(old), stored(tiny))
+    check_identical(stored_tensors(old), stored_tensors(tiny))
 
 
 def test_an_invalid_size_is_refused(old: Path, tiny: Path) -> None:
-    refused(old, ConfigError, "max_shard_size", load_pretrained(tiny), max_shard_size="5 big")
+    check_refused(old, ConfigError, "max_shard_size", load_pretrained(tiny), max_shard_size="5 big")
 
 
 STALE = [
@@ -185,7 +187,7 @@ KEPT = [
 ]
 
 
-def test_other_weights_of_the_folder_are_removed_and_other_files_stay(
+def test_other_weights_in_the_folder_are_removed_and_other_files_are_kept(
     old: Path, tiny: Path
 ) -> None:
     for name in [*STALE, *KEPT]:
@@ -195,14 +197,14 @@ def test_other_weights_of_the_folder_are_removed_and_other_files_stay(
     assert sorted(path.name for path in old.iterdir()) == sorted([*KEPT, *(f.name for f in files)])
     assert all((old / name).read_text() == name for name in KEPT if name != "runs")
     assert (old / "runs" / "model.safetensors").read_text() == "a checkpoint of its own"
-    identical(stored(old), {**stored(tiny)})
+    check_identical(stored_tensors(old), {**stored_tensors(tiny)})
 
 
-def test_a_sharded_save_over_a_single_file_and_back(tmp_path: Path, tiny: Path) -> None:
+def test_sharded_and_single_file_saves_can_overwrite_each_other(tmp_path: Path, tiny: Path) -> None:
     model = load_pretrained(tiny)
     for limit, count in [("5GB", 1), ("20KB", 6), ("40KB", 3), ("5GB", 1)]:
         save_pretrained(model, tmp_path / "folder", max_shard_size=limit)
         names = [path.name for path in (tmp_path / "folder").glob("model*.safetensors")]
         assert len(names) == count
-        identical(stored(tmp_path / "folder"), stored(tiny))
+        check_identical(stored_tensors(tmp_path / "folder"), stored_tensors(tiny))
         assert open_checkpoint(tmp_path / "folder").notes == []

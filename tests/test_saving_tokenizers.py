@@ -1,4 +1,4 @@
-"""Tokenizer files beside saved weights: copied, or written from a vocabulary."""
+"""Tokenizer files are copied with saved weights, or written from a vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compat import Tokenizer, TokenizerError, load_pretrained, load_tokenizer, s
 from compat.checkpoint import open_checkpoint
 from compat.vocabulary import build_vocabulary, vocabulary_tables
 from tests.conftest import MakeCheckpoint
-from tests.saving_common import silence
+from tests.saving_common import no_warnings
 from tests.vocabularies import BYTES, END, SMALL, build_tokenizer, small_vocab
 
 DEMO = Path(compat.__file__).parent / "demo"
@@ -38,22 +38,22 @@ def test_the_files_of_a_source_are_copied_byte_for_byte(
     source = make_checkpoint(**SMALL)
     for name in FILES:
         (source / name).write_bytes(b"not read: \r\n\xff" + name.encode())
-    given = {
+    sources = {
         "folder": str(source),
         "path": source,
         "checkpoint": open_checkpoint(source),
         "file": source / "model.safetensors",
     }[kind]
-    files = save_pretrained(load_pretrained(source), tmp_path, tokenizer=given)
+    files = save_pretrained(load_pretrained(source), tmp_path, tokenizer=sources)
     assert set(FILES) <= {path.name for path in files}
     for name in FILES:
         assert (tmp_path / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_the_embedded_checkpoints_files_are_copied_too(
+def test_the_files_of_the_embedded_checkpoint_are_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As everywhere, "demo" is the embedded checkpoint even if a folder has that name."""
+    """The source "demo" stands for the embedded checkpoint even if a folder has that name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
     tmp_path = tmp_path / "out"
@@ -62,8 +62,8 @@ def test_the_embedded_checkpoints_files_are_copied_too(
         assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes()
 
 
-def test_files_are_complete_if_the_source_is_the_target(tmp_path: Path) -> None:
-    """Links in the source, as in the hub's cache, become files."""
+def test_the_files_are_complete_if_the_source_is_the_destination(tmp_path: Path) -> None:
+    """Links in the source, such as those of the hub's cache, are replaced with files."""
     for name in ("vocab.json", "merges.txt", "config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(DEMO / name)
     save_pretrained(load_pretrained(tmp_path), tmp_path, tokenizer=tmp_path)
@@ -89,17 +89,17 @@ def test_transformers_reads_the_same_tokenizer(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "vocab.json").read_text()) == json.loads(
         (DEMO / "vocab.json").read_text()
     )
-    with silence():
+    with no_warnings():
         theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert (type(theirs).__name__, theirs.model_max_length) == ("GPT2Tokenizer", 256)
-    again = load_tokenizer(tmp_path)
+    reloaded = load_tokenizer(tmp_path)
     for text in TEXTS:
-        assert ours.encode(text) == again.encode(text) == theirs(text)["input_ids"]
-    assert again.vocabulary == ours.vocabulary
+        assert ours.encode(text) == reloaded.encode(text) == theirs(text)["input_ids"]
+    assert reloaded.vocabulary == ours.vocabulary
 
 
 def test_the_vocabulary_of_gpt2_is_restored(tmp_path: Path, shared: Path) -> None:
-    """Read from its files, and from tiktoken's ranks alone."""
+    """It is read from its files, and from tiktoken's ranks alone."""
     folder = shared / "data" / "gpt2-tokenizer"
     vocab = json.loads((folder / "vocab.json").read_text())
     merges = (folder / "merges.txt").read_text().splitlines()[1:]
@@ -140,19 +140,19 @@ def test_a_tokenizer_that_cannot_be_written_is_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_padded_vocabulary_keeps_its_rows(
+def test_a_padded_vocabulary_keeps_its_padding_rows(
     tmp_path: Path, make_checkpoint: MakeCheckpoint
 ) -> None:
     model = load_pretrained(make_checkpoint(vocab_size=320, **SMALL))
     save_pretrained(model, tmp_path, tokenizer=build_tokenizer(small_vocab(), ["a b"], {}))
-    again = load_pretrained(tmp_path)
-    assert torch.equal(again.tok_emb.weight, model.tok_emb.weight)
+    reloaded = load_pretrained(tmp_path)
+    assert torch.equal(reloaded.tok_emb.weight, model.tok_emb.weight)
     assert load_tokenizer(tmp_path).ids_without_text(320) == list(range(258, 320))
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[dict[str, int], list[str], dict[str, int]]:
-    """Consistent merges, tokens without merges, added tokens, and ids in any order."""
+    """Draw consistent merges, tokens without merges, added tokens, and ids in any order."""
     tokens, merges = list(BYTES), []
     few = st.sampled_from([*BYTES[60:70], "Ġ"])
     for _ in range(draw(st.integers(0, 12))):
@@ -161,7 +161,7 @@ def tables(draw: st.DrawFn) -> tuple[dict[str, int], list[str], dict[str, int]]:
             try:
                 numbered = {token: i for i, token in enumerate([*tokens, left + right])}
                 build_vocabulary(numbered, [*merges, f"{left} {right}"], {})
-            except TokenizerError:  # tiktoken could not follow it
+            except TokenizerError:  # a merge that tiktoken would apply differently
                 continue
             tokens.append(left + right)
             merges.append(f"{left} {right}")
@@ -179,9 +179,9 @@ def tables(draw: st.DrawFn) -> tuple[dict[str, int], list[str], dict[str, int]]:
 
 @given(tables())
 def test_vocabulary_tables_inverts_build_vocabulary(
-    given_tables: tuple[dict[str, int], list[str], dict[str, int]],
+    drawn_tables: tuple[dict[str, int], list[str], dict[str, int]],
 ) -> None:
-    vocabulary = build_vocabulary(*given_tables)
+    vocabulary = build_vocabulary(*drawn_tables)
     vocab, merges, added = vocabulary_tables(vocabulary)
-    assert merges == given_tables[1]
+    assert merges == drawn_tables[1]
     assert build_vocabulary(vocab, merges, added) == vocabulary

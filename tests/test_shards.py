@@ -1,4 +1,4 @@
-"""The distribution of tensors over files is that of huggingface_hub."""
+"""Tensors are distributed over files as huggingface_hub does it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from compat import ConfigError, load_pretrained, save_pretrained
 from compat.export_view import hf_tensors
 from compat.saving.shards import parse_size, split
 from tests.conftest import noisy_reference
-from tests.loading_common import identical, saved
-from tests.saving_common import stored
+from tests.loading_common import check_identical, save
+from tests.saving_common import stored_tensors
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 100))
-def test_shards_are_those_of_huggingface_hub(sizes: list[int], limit: int) -> None:
-    """Tensors of any size with separate memory; some are larger than the limit."""
+def test_shards_equal_those_of_huggingface_hub(sizes: list[int], limit: int) -> None:
+    """Tensors have any size, even beyond the limit, and do not share memory."""
     tensors = {f"t{i}": torch.zeros(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
     expected = split_torch_state_dict_into_shards(tensors, max_shard_size=limit)
     found = split({name: tensor.nbytes for name, tensor in tensors.items()}, limit)
@@ -31,18 +31,18 @@ def test_shards_are_those_of_huggingface_hub(sizes: list[int], limit: int) -> No
 
 
 @pytest.mark.parametrize("limit", [1, 8 * 24 * 4, 9312, 20_000, "20KB", "0.05MB", "1TB"])
-def test_files_and_index_are_those_that_transformers_writes(
+def test_files_and_index_equal_those_of_transformers(
     tmp_path: Path, tiny: Path, limit: int | str
 ) -> None:
-    """The order of tensors is ours, which differs from that of transformers."""
+    """The order of the tensors is ours, which differs from that of transformers."""
     ours = load_pretrained(tiny)
     save_pretrained(ours, tmp_path / "ours", max_shard_size=limit)
     state = {f"transformer.{name}": t.make() for name, t in hf_tensors(ours).items()}
     expected = split_torch_state_dict_into_shards(state, max_shard_size=limit)
     found = {path.name for path in (tmp_path / "ours").glob("model*.safetensors")}
     assert found == set(expected.filename_to_tensors)
-    identical(stored(tmp_path / "ours"), stored(tiny))
-    theirs = saved(tmp_path / "theirs", noisy_reference())
+    check_identical(stored_tensors(tmp_path / "ours"), stored_tensors(tiny))
+    theirs = save(tmp_path / "theirs", noisy_reference())
     noisy_reference().save_pretrained(theirs, max_shard_size=limit)
     path = Path("model.safetensors.index.json")
     assert (tmp_path / "ours" / path).exists() == (theirs / path).exists() == expected.is_sharded
@@ -53,11 +53,11 @@ def test_files_and_index_are_those_that_transformers_writes(
 
 
 @pytest.mark.parametrize("text", ["5GB", "200MB", " 20KB ", "1.5 TB", "20kb", "0.29GB"])
-def test_sizes_are_read_as_huggingface_hub_reads_them(text: str) -> None:
+def test_sizes_are_parsed_as_by_huggingface_hub(text: str) -> None:
     assert parse_size(text) == parse_size_to_int(text)
 
 
-def test_a_number_is_bytes() -> None:
+def test_a_number_is_a_size_in_bytes() -> None:
     assert parse_size(1) == parse_size("1") == 1
     assert parse_size(10**15) == 10**15
 

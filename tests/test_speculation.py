@@ -1,4 +1,4 @@
-"""Speculative decoding gives the same tokens and logits in fewer passes, with any drafts."""
+"""Speculative decoding yields the same tokens and logits in fewer passes, with any draft tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.conftest import MakeCheckpoint
 from tests.native_common import WITH_COMPILER, needs_compiler
 
 N = 64
-both_ways = pytest.mark.parametrize("speculate", ["int8", "lookup"])
+each_draft_source = pytest.mark.parametrize("speculate", ["int8", "lookup"])
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def engine(source: Path) -> Engine:
 
 @pytest.fixture
 def draft_count(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Fixes the number of draft tokens, which otherwise depends on measured times."""
+    """A function that fixes the number of draft tokens, which otherwise depends on timings."""
 
     def fix(count: int) -> None:
         monkeypatch.setattr(DraftSource, "best", lambda self, pass_seconds: (1.0, count))
@@ -52,8 +52,8 @@ def draft_count(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return fix
 
 
-class Counting(DraftSource):
-    """Counts its draft tokens and the accepted ones."""
+class CountingSource(DraftSource):
+    """Count the proposed and the accepted draft tokens."""
 
     proposed = accepted = 0
 
@@ -67,16 +67,16 @@ class Counting(DraftSource):
         self.accepted += accepted
 
 
-class Speculating:
-    """An engine whose draft tokens the test chooses; it counts the forward passes of its model."""
+class SpeculativeEngine:
+    """An engine whose draft tokens the test chooses, and which counts its forward passes."""
 
     def __init__(self, engine: Engine, draft: Draft) -> None:
-        self.source = Counting(draft)
+        self.source = CountingSource(draft)
         self.speculative = SpeculativeDecoder(engine.transformer, [self.source])
         self.config, self.passes = engine.config, 0
         transformer = engine.transformer
 
-        class Passing:
+        class CountingTransformer:
             def __getattr__(_, name: str) -> Any:
                 return getattr(transformer, name)
 
@@ -84,17 +84,17 @@ class Speculating:
                 self.passes += 1
                 return transformer(*arguments)
 
-            def prefill(passing, *arguments: Any) -> Tensor:
-                return Transformer.prefill(passing, *arguments)  # type: ignore[arg-type]
+            def prefill(counting, *arguments: Any) -> Tensor:
+                return Transformer.prefill(counting, *arguments)  # type: ignore[arg-type]
 
-        self.speculative.transformer = Passing()  # type: ignore[assignment]
+        self.speculative.transformer = CountingTransformer()  # type: ignore[assignment]
 
     def decoder(self) -> Decoder:
         return self.speculative
 
 
 def exact_draft(engine: Engine) -> ModelDraft:
-    """A draft model that equals the model."""
+    """Return a draft model that equals the model."""
     draft = ModelDraft(engine.transformer, lambda: engine.transformer)
     return draft
 
@@ -103,28 +103,28 @@ def prompt(seed: int, length: int = 8) -> Tensor:
     return torch.randint(97, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-def true_ids(source: Path, ids: Tensor) -> list[int]:
-    """What the dialect's own modules generate up to the last position."""
+def expected_ids(source: Path, ids: Tensor) -> list[int]:
+    """Return what the dialect's modules generate up to the last position."""
     room = N - ids.shape[1]
     model = load_pretrained(source)
     return generate(model, ids, max_new_tokens=room, temperature=0, stop_ids=())[0].tolist()
 
 
-@both_ways
-def test_greedy_tokens_are_those_without_speculation(source: Path, speculate: Any) -> None:
+@each_draft_source
+def test_greedy_tokens_equal_those_without_speculation(source: Path, speculate: Any) -> None:
     engine = Engine.from_pretrained(source, speculate=speculate)
     for seed in range(10):
         ids = prompt(seed)
         found = engine.generate(ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
-        assert found[0].tolist() == true_ids(source, ids), seed
+        assert found[0].tolist() == expected_ids(source, ids), seed
 
 
-@both_ways
+@each_draft_source
 @pytest.mark.parametrize("how", [{}, {"top_k": 20}, {"temperature": 0.5, "top_p": 0.9}], ids=str)
-def test_the_same_seed_samples_the_same_ids(
+def test_the_same_seed_samples_the_same_ids_as_without_speculation(
     source: Path, speculate: Any, how: dict[str, Any]
 ) -> None:
-    """The distribution is therefore the same as well."""
+    """Therefore, the distribution is the same, too."""
     model, engine = load_pretrained(source), Engine.from_pretrained(source, speculate=speculate)
     for seed in range(5):
         found, expected = (
@@ -137,7 +137,7 @@ def test_the_same_seed_samples_the_same_ids(
         assert torch.equal(found, expected), seed
 
 
-@both_ways
+@each_draft_source
 def test_a_batch_is_decoded_without_draft_tokens(source: Path, speculate: Any) -> None:
     ids = torch.cat([prompt(seed) for seed in range(3)])
     found, expected = (
@@ -150,7 +150,7 @@ def test_a_batch_is_decoded_without_draft_tokens(source: Path, speculate: Any) -
 
 
 def logits_of_text(engine: Engine, ids: Tensor) -> Tensor:
-    """The logits of a prompt and of the greedy tokens that follow it."""
+    """Return the logits of a prompt and of the greedy tokens after it."""
     decoder = engine.decoder()
     found = [decoder.start(ids.tolist())]
     for _ in range(30):
@@ -160,7 +160,7 @@ def logits_of_text(engine: Engine, ids: Tensor) -> Tensor:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_by_default_draft_tokens_change_no_bit_of_the_logits(
+def test_default_speculation_changes_no_bit_of_the_logits(
     source: Path,
     dtype: Any,
     draft_count: Callable[[int], None],
@@ -174,19 +174,19 @@ def test_by_default_draft_tokens_change_no_bit_of_the_logits(
     plain = Engine.from_pretrained(source, dtype=dtype, speculate=None)
     for seed in range(3):
         assert torch.equal(*(logits_of_text(one, prompt(seed)) for one in (engine, plain)))
-    assert engine._draft_sources[-1].rate > 0.7  # its initial value: draft tokens were accepted
+    assert engine._draft_sources[-1].rate > 0.7  # the initial value, so drafts were accepted
 
 
 @pytest.mark.parametrize(
     ("pack", "options"),
     [
-        (Blas, {}),  # rounds several rows otherwise than one
+        (Blas, {}),  # rounds the same row differently in products of several rows
         (NativeLinear, {"max_batch": 2}),
         (NativeLinear, {"dtype": "int8"}),
         (NativeLinear, {"speculate": None}),
     ],
 )
-def test_by_default_there_are_no_drafts_where_they_are_of_no_use(
+def test_speculation_is_disabled_by_default_where_it_does_not_help(
     source: Path, pack: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if pack is NativeLinear and not WITH_COMPILER:
@@ -200,23 +200,23 @@ def test_by_default_there_are_no_drafts_where_they_are_of_no_use(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_any_draft_tokens_give_the_same_tokens(
+def test_any_draft_tokens_yield_the_same_tokens(
     source: Path, engine: Engine, draft_count: Callable[[int], None], data: Any
 ) -> None:
-    """The drafts are right, wrong, right for a while, or empty, up to the last position."""
+    """The draft tokens are right, wrong, right at first, or missing, up to the last position."""
     draft_count(data.draw(st.integers(0, DraftSource.MAX_TOKENS)))
     ids = prompt(data.draw(st.integers(0, 50)), data.draw(st.integers(1, 20)))
-    truth = true_ids(source, ids)
+    expected = expected_ids(source, ids)
 
     def draft(so_far: list[int], count: int, *_: Any) -> list[int]:
-        right = truth[len(so_far) :][:count]
-        wrong_from = data.draw(st.integers(0, len(right)))
-        tokens = [*right[:wrong_from], *[(t + 1) % 97 for t in right[wrong_from:]]]
+        correct = expected[len(so_far) :][:count]
+        wrong_from = data.draw(st.integers(0, len(correct)))
+        tokens = [*correct[:wrong_from], *[(t + 1) % 97 for t in correct[wrong_from:]]]
         return tokens[: data.draw(st.integers(0, count))]
 
-    speculating = Speculating(engine, draft)
-    found = generate(speculating, ids, max_new_tokens=N - ids.shape[1], temperature=0, stop_ids=())
-    assert found[0].tolist() == truth
+    speculative = SpeculativeEngine(engine, draft)
+    found = generate(speculative, ids, max_new_tokens=N - ids.shape[1], temperature=0, stop_ids=())
+    assert found[0].tolist() == expected
 
 
 def test_accepted_draft_tokens_save_forward_passes(
@@ -224,40 +224,42 @@ def test_accepted_draft_tokens_save_forward_passes(
 ) -> None:
     draft_count(7)
     ids = prompt(1)
-    truth = true_ids(source, ids)
-    speculating = Speculating(engine, lambda so_far, count, *_: truth[len(so_far) :][:count])
-    found = generate(speculating, ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
-    assert found[0].tolist() == truth
-    assert speculating.passes == 9  # the prompt, one that is timed, then 8 tokens each
-    draft_source = speculating.source
+    expected = expected_ids(source, ids)
+    speculative = SpeculativeEngine(
+        engine, lambda so_far, count, *_: expected[len(so_far) :][:count]
+    )
+    found = generate(speculative, ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
+    assert found[0].tolist() == expected
+    assert speculative.passes == 9  # the prompt, one timed pass, then 8 tokens in each pass
+    draft_source = speculative.source
     assert draft_source.rate > 0.9
     assert draft_source.proposed - draft_source.accepted <= 1
 
 
-def test_a_source_of_rejected_draft_tokens_is_soon_not_used(source: Path, engine: Engine) -> None:
+def test_a_source_of_rejected_draft_tokens_is_soon_ignored(source: Path, engine: Engine) -> None:
     ids = prompt(1)
-    truth = true_ids(source, ids)
-    wrong = [(token_id + 1) % 97 for token_id in truth]
-    speculating = Speculating(engine, lambda so_far, count, *_: wrong[len(so_far) :][:count])
-    found = generate(speculating, ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
-    assert found[0].tolist() == truth
-    draft_source = speculating.source
+    expected = expected_ids(source, ids)
+    wrong = [(token_id + 1) % 97 for token_id in expected]
+    speculative = SpeculativeEngine(engine, lambda so_far, count, *_: wrong[len(so_far) :][:count])
+    found = generate(speculative, ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
+    assert found[0].tolist() == expected
+    draft_source = speculative.source
     assert draft_source.accepted == 0
     assert draft_source.rate < 0.15
-    assert speculating.passes == N - 8  # the last id is not read
+    assert speculative.passes == N - 8  # the last id is not passed to the model
 
 
-def test_drafts_of_sampled_tokens_use_the_same_random_numbers(
+def test_draft_tokens_are_sampled_with_the_same_random_numbers(
     source: Path, draft_count: Callable[[int], None]
 ) -> None:
-    """A draft model that equals the model predicts every sampled token."""
+    """A draft model that equals the model therefore predicts every sampled token."""
     draft_count(4)
     engine = Engine.from_pretrained(source)
-    speculating = Speculating(engine, exact_draft(engine))
-    generate(speculating, prompt(4), max_new_tokens=50, stop_ids=(), top_k=50)
-    draft_source = speculating.source
+    speculative = SpeculativeEngine(engine, exact_draft(engine))
+    generate(speculative, prompt(4), max_new_tokens=50, stop_ids=(), top_k=50)
+    draft_source = speculative.source
     assert draft_source.proposed == 40
-    assert draft_source.accepted >= 36  # but those after the last id drawn
+    assert draft_source.accepted >= 36  # all except those after the last sampled id
 
 
 def test_sampled_ids_have_the_distribution_of_the_model(
@@ -274,7 +276,7 @@ def test_sampled_ids_have_the_distribution_of_the_model(
 
     def chi_square(temperature: float) -> float:
         texts, odds = ids, torch.ones(1)
-        for _ in range(3):  # all texts of one more id, with their probabilities
+        for _ in range(3):  # all texts that are one id longer, with their probabilities
             with torch.no_grad():
                 following = (model(texts)[:, -1] / temperature).softmax(-1)
             odds = (odds[:, None] * following).view(-1)
@@ -283,24 +285,24 @@ def test_sampled_ids_have_the_distribution_of_the_model(
         expected = draws * odds.view(-1, 11).sum(0)
         return float(((torch.tensor(counts) - expected) ** 2 / expected).sum())
 
-    most = 29.6  # which 10 degrees of freedom exceed once in 1,000 times
+    most = 29.6  # with 10 degrees of freedom, exceeded once in 1,000 times
     assert chi_square(1.0) < most
-    assert chi_square(0.7) > most  # other odds would be seen
+    assert chi_square(0.7) > most  # the test detects other probabilities
 
 
-@both_ways
-def test_a_stop_id_amid_accepted_draft_tokens_ends_the_text(source: Path, speculate: Any) -> None:
+@each_draft_source
+def test_a_stop_id_among_accepted_draft_tokens_ends_the_text(source: Path, speculate: Any) -> None:
     ids = prompt(3)
-    truth = true_ids(source, ids)
-    stop = truth[8 + 3]
-    length = truth.index(stop, 8) + 1
+    expected = expected_ids(source, ids)
+    stop = expected[8 + 3]
+    length = expected.index(stop, 8) + 1
     found = Engine.from_pretrained(source, speculate=speculate).generate(
         ids, max_new_tokens=N - 8, temperature=0, stop_ids=[stop]
     )
-    assert found[0].tolist() == truth[:length]
+    assert found[0].tolist() == expected[:length]
 
 
-def test_a_decoder_can_start_again(engine: Engine) -> None:
+def test_a_decoder_can_start_another_text(engine: Engine) -> None:
     decoder = SpeculativeDecoder(
         engine.transformer, [DraftSource(lambda so_far, count, *_: [1] * count)]
     )
@@ -313,13 +315,13 @@ def test_a_decoder_can_start_again(engine: Engine) -> None:
     torch.testing.assert_close(decoder.step(torch.tensor([2])), expected, rtol=1e-5, atol=1e-5)
 
 
-# Sources of draft tokens.
+# Draft sources
 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_draft_model_proposes_what_it_would_generate(engine: Engine, data: Any) -> None:
-    """From the cache of the exact model, which holds all ids but the last."""
+    """It starts from the cache of the exact model, which holds all ids except the last one."""
     ids = data.draw(st.lists(st.integers(0, 96), min_size=2, max_size=10))
     count = data.draw(st.integers(0, 4))
     cache = engine.transformer.new_cache(1)
@@ -330,7 +332,7 @@ def test_a_draft_model_proposes_what_it_would_generate(engine: Engine, data: Any
     assert exact_draft(engine)(ids, count, cache, greedy) == expected[0, len(ids) :].tolist()
 
 
-def test_if_a_draft_fails_the_model_raises_the_error(
+def test_a_failing_draft_model_does_not_affect_the_tokens(
     source: Path, draft_count: Callable[[int], None]
 ) -> None:
     draft_count(3)
@@ -338,7 +340,7 @@ def test_if_a_draft_fails_the_model_raises_the_error(
     norm = engine._draft_sources[-1].draft.transformer.ln_f
     norm.bias = torch.full_like(norm.bias, torch.nan)
     found = engine.generate(prompt(2), max_new_tokens=20, temperature=0, stop_ids=())
-    assert found[0].tolist() == true_ids(source, prompt(2))[:28]
+    assert found[0].tolist() == expected_ids(source, prompt(2))[:28]
 
 
 @pytest.mark.parametrize("patience", [0, 12])
@@ -349,10 +351,10 @@ def test_a_draft_model_is_packed_after_enough_tokens_of_all_texts(
     engine = Engine.from_pretrained(source, speculate="int8")
     draft: Any = engine._draft_sources[1].draft
     packed = []
-    for seed in range(4):  # five tokens each, of which the first needs no decode step
+    for seed in range(4):  # five tokens each, the first of which needs no decode step
         engine.generate(prompt(seed), max_new_tokens=5, stop_ids=(), temperature=0)
         packed.append("transformer" in vars(draft))
     assert packed == ([True] * 4 if patience == 0 else [False, False, False, True])
     ids = prompt(9)
     found = engine.generate(ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
-    assert found[0].tolist() == true_ids(source, ids)
+    assert found[0].tolist() == expected_ids(source, ids)

@@ -1,4 +1,4 @@
-"""Stop strings are found across any token boundaries, and are never shown."""
+"""Stop strings are found across all token boundaries and are never part of the text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ STOPS = st.lists(st.text(st.sampled_from("abéß—😀 \n"), min_size=1, max_si
 
 
 def ids_of_bytes(tokenizer: Tokenizer, text: bytes) -> list[int]:
-    """An id for each byte, so that characters are split."""
+    """Return an id for each byte, so that characters are split."""
     tables = tokenizer.vocabulary
     return [tables.ids[tables.ranks[bytes([byte])]] for byte in text]
 
 
 def cut(text: str, stop: list[str]) -> str:
-    """Read by characters: before the stop string that is complete first, of several the longest."""
+    """Return the text before the first complete stop string; of several, the longest applies."""
     for end in range(len(text) + 1):
         if found := [s for s in stop if text[:end].endswith(s)]:
             return text[: end - max(map(len, found))]
@@ -30,7 +30,7 @@ def cut(text: str, stop: list[str]) -> str:
 
 @settings(deadline=None, max_examples=500, derandomize=True)
 @given(pieces=st.lists(st.tuples(LETTERS, st.booleans()), max_size=4), stop=STOPS)
-def test_text_ends_before_the_first_stop_string_however_it_is_cut_into_tokens(
+def test_text_ends_before_the_first_stop_string_for_any_tokens(
     pieces: list[tuple[str, bool]], stop: list[str]
 ) -> None:
     ids = []
@@ -55,7 +55,7 @@ def test_text_ends_before_the_first_stop_string_however_it_is_cut_into_tokens(
     ("stop", "shown", "stopped"),
     [("e k", ["th", "th"], True), ("e q", ["th", "the king"], False), (" ", ["the"] * 2, True)],
 )
-def test_text_that_may_become_a_stop_string_is_held_back(
+def test_text_that_may_start_a_stop_string_is_withheld(
     stop: str, shown: list[str], stopped: bool
 ) -> None:
     ids = DEMO.encode("the king")
@@ -77,7 +77,7 @@ def test_text_that_may_become_a_stop_string_is_held_back(
         (["e king", "n"], "the ki"),
     ],
 )
-def test_of_several_stop_strings_the_first_complete_or_the_longest_applies(
+def test_the_first_complete_or_the_longest_of_several_stop_strings_applies(
     stop: list[str], text: str
 ) -> None:
     new = NewText(DEMO, stop)
@@ -86,8 +86,8 @@ def test_of_several_stop_strings_the_first_complete_or_the_longest_applies(
     assert (new.final, new.stopped) == (text, True)
 
 
-def test_characters_of_several_bytes() -> None:
-    """A stop string whose character comes in halves; one that ends within a token."""
+def test_stop_strings_with_characters_of_several_bytes_are_found() -> None:
+    """The bytes of a character arrive separately, also within the stop string."""
     new = NewText(DEMO, ["é!"])
     seen = []
     for token_id in ids_of_bytes(DEMO, "caé😀é!".encode()):
@@ -98,7 +98,7 @@ def test_characters_of_several_bytes() -> None:
 
 
 @pytest.mark.parametrize("stop", [["xyz"], []])
-def test_held_back_and_incomplete_text_is_returned_at_the_end(stop: list[str]) -> None:
+def test_withheld_and_incomplete_text_is_returned_at_the_end(stop: list[str]) -> None:
     new = NewText(DEMO, stop)
     for token_id in ids_of_bytes(DEMO, b"axy" + "é".encode()[:1]):
         new.add(token_id)
@@ -108,7 +108,7 @@ def test_held_back_and_incomplete_text_is_returned_at_the_end(stop: list[str]) -
     assert new.final == "axy\ufffd"
 
 
-def test_a_character_that_the_prompt_began_belongs_to_the_new_text() -> None:
+def test_a_character_that_starts_in_the_prompt_belongs_to_the_new_text() -> None:
     ids = ids_of_bytes(DEMO, "aé".encode())
     new = NewText(DEMO, (), ids[:2])
     assert new.prompt == "a"

@@ -1,4 +1,4 @@
-"""`assert_parity` passes for a right model, and otherwise fails with an informative message."""
+"""`assert_parity` passes for a correct model, and otherwise fails with an informative message."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_parity(assert_parity):
 """
 
 
-def test_right_models(tiny: Path) -> None:
+def test_correct_models_pass(tiny: Path) -> None:
     assert_parity("conv1d", tiny)
     assert_parity(MyGPT2(), tiny, gradients=True)
 
 
-def test_the_model_is_compared_with_the_weights_that_it_has(tiny: Path) -> None:
+def test_a_model_with_other_weights_fails(tiny: Path) -> None:
     model = MyGPT2()
     with pytest.raises(AssertionError, match="other weights than"):
         assert_parity(model, tiny, name_map=my_map())
@@ -41,20 +41,22 @@ def test_the_model_is_compared_with_the_weights_that_it_has(tiny: Path) -> None:
         assert_parity(blocks, tiny)
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_a_test_file(tiny: Path, tmp_path: Path, pytester: pytest.Pytester, right: bool) -> None:
+@pytest.mark.parametrize("correct", [True, False])
+def test_the_fixture_works_in_a_users_test_file(
+    tiny: Path, tmp_path: Path, pytester: pytest.Pytester, correct: bool
+) -> None:
     text = OWN.read_text()
     wrong = text.replace(', approximate="tanh"', "")
     assert wrong != text
-    (tmp_path / "my_model.py").write_text(text if right else wrong)
+    (tmp_path / "my_model.py").write_text(text if correct else wrong)
     pytester.makepyfile(TEST.format(folder=str(tmp_path), source=str(tiny)))
-    # In this process, which has imported torch. Where compat is installed, the plugin is not loaded
-    # twice.
+    # In this process, which has already imported torch. If compat is installed, the plugin is not
+    # loaded twice.
     plugins = ("no:gpt2-compat", "compat.pytest_plugin", "no:cacheprovider")
     outcome = pytester.inline_run(*(word for name in plugins for word in ("-p", name)))
     passed, _, failed = outcome.listoutcomes()
-    assert (len(passed), len(failed)) == ((1, 0) if right else (0, 1))
-    if not right:
+    assert (len(passed), len(failed)) == ((1, 0) if correct else (0, 1))
+    if not correct:
         log = str(failed[0].longrepr)
         [line] = [n for n, row in enumerate(wrong.splitlines(), 1) if "F.gelu" in row]
         assert "first divergence: h.0.mlp" in log or "first divergence: h.0.act" in log

@@ -1,4 +1,4 @@
-"""Completions of prompts: each is the same as alone, and as in transformers."""
+"""Completions of prompts equal those of each prompt alone and those of transformers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def folder(make_checkpoint: MakeCheckpoint) -> Path:
     return with_tokenizer(make_checkpoint, n_positions=64)
 
 
-def texts(
-    folder: Path, prompts: list[Any], dialect: str = "linear", **how: Any
+def complete(
+    folder: Path, prompts: list[Any], dialect: str = "linear", **options: Any
 ) -> list[Completion]:
-    how = {"max_new_tokens": 20, "seed": 3, **how}
-    return list(generate_text(ours(folder, dialect), TOKENIZER, prompts, **how))
+    options = {"max_new_tokens": 20, "seed": 3, **options}
+    return list(generate_text(ours(folder, dialect), TOKENIZER, prompts, **options))
 
 
 @each_dialect
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_greedy_ids_of_unequal_prompts_are_those_of_transformers_for_each_alone(
+def test_greedy_ids_of_prompts_of_unequal_length_equal_those_of_transformers(
     folder: Path, dialect: str, batch_size: int
 ) -> None:
-    found = texts(folder, PROMPTS, dialect, sampling=GREEDY, batch_size=batch_size)
+    found = complete(folder, PROMPTS, dialect, sampling=GREEDY, batch_size=batch_size)
     for prompt, completion in zip(PROMPTS, found, strict=True):
         ids = ids_of(prompt)
         expected = theirs(folder, torch.tensor([ids]), 20)[0].tolist()
@@ -54,27 +54,27 @@ SAMPLING = [
 
 
 @pytest.mark.parametrize("settings", SAMPLING, ids=str)
-def test_every_prompt_is_sampled_as_transformers_samples_it_alone(
+def test_every_prompt_is_sampled_as_by_transformers_alone(
     folder: Path, settings: dict[str, Any]
 ) -> None:
-    """Sample j uses seed + j, in any batch."""
+    """Sample j uses seed + j in any batch."""
     drawn = {"do_sample": True, "top_k": 0, "top_p": 1.0, **settings}
     for batch_size in (1, 4):
-        found = texts(folder, PROMPTS, sampling=Sampling(**settings), n=2, batch_size=batch_size)
+        found = complete(folder, PROMPTS, sampling=Sampling(**settings), n=2, batch_size=batch_size)
         for i, completion in enumerate(found):
             prompt, seed = torch.tensor([ids_of(PROMPTS[i // 2])]), 3 + i % 2
             expected = theirs(folder, prompt, 20, seed, **drawn)
             assert completion.prompt_ids + completion.new_ids == expected[0].tolist()
 
 
-def test_a_prompts_texts_do_not_depend_on_the_others(folder: Path) -> None:
+def test_the_texts_of_a_prompt_do_not_depend_on_other_prompts(folder: Path) -> None:
     settings: dict[str, Any] = {"sampling": Sampling(temperature=1.3), "n": 2, "batch_size": 3}
-    found = texts(folder, PROMPTS, **settings)
-    assert texts(folder, PROMPTS[::-1], **settings)[-2:] == found[:2]
-    assert texts(folder, PROMPTS[2:3], **settings) == found[4:6]
+    found = complete(folder, PROMPTS, **settings)
+    assert complete(folder, PROMPTS[::-1], **settings)[-2:] == found[:2]
+    assert complete(folder, PROMPTS[2:3], **settings) == found[4:6]
     assert found[4].new_ids != found[5].new_ids
-    assert found != texts(folder, PROMPTS, **settings, seed=4)
-    unseeded = [texts(folder, PROMPTS, **settings, seed=None) for _ in range(2)]
+    assert found != complete(folder, PROMPTS, **settings, seed=4)
+    unseeded = [complete(folder, PROMPTS, **settings, seed=None) for _ in range(2)]
     assert unseeded[0] != unseeded[1]
 
 
@@ -82,27 +82,25 @@ def test_one_prompt_is_sampled_as_by_generate(folder: Path) -> None:
     ids = torch.tensor([ids_of("ROMEO:")])
     seeded = torch.Generator().manual_seed(3)
     whole = generate(ours(folder), ids, max_new_tokens=20, temperature=0.8, generator=seeded)
-    (found,) = texts(folder, ["ROMEO:"], sampling=Sampling(0.8))
+    (found,) = complete(folder, ["ROMEO:"], sampling=Sampling(0.8))
     assert found.prompt_ids + found.new_ids == whole[0].tolist()
 
 
-def test_prompts_may_be_ids(folder: Path) -> None:
-    """If the ids end within a character, the new text starts with the rest of it."""
-    as_text = texts(folder, PROMPTS[:3], sampling=GREEDY)
-    assert texts(folder, [ids_of(prompt) for prompt in PROMPTS[:3]], sampling=GREEDY) == as_text
+def test_prompts_may_be_token_ids(folder: Path) -> None:
+    """If the ids end within a character, the new text starts with the rest of the character."""
+    as_text = complete(folder, PROMPTS[:3], sampling=GREEDY)
+    assert complete(folder, [ids_of(prompt) for prompt in PROMPTS[:3]], sampling=GREEDY) == as_text
     half = [*TOKENIZER.encode("a"), TOKENIZER.encode("é")[0]]
     assert TOKENIZER.decode(half) == "a\ufffd"
-    (found,) = texts(folder, [half], sampling=GREEDY)
+    (found,) = complete(folder, [half], sampling=GREEDY)
     assert found.prompt == "a"
     assert found.text == TOKENIZER.decode(half + found.new_ids)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0}, *SAMPLING], ids=str)
-def test_logprobs_are_the_models_own_as_transformers_computes_them(
-    folder: Path, settings: dict[str, Any]
-) -> None:
-    """They are those of the raw logits, before temperature, penalty and filters."""
-    found = texts(folder, PROMPTS[:3], sampling=Sampling(**settings), logprobs=True)
+def test_logprobs_are_those_of_the_raw_logits(folder: Path, settings: dict[str, Any]) -> None:
+    """They are computed before temperature, penalty and filters, as in transformers."""
+    found = complete(folder, PROMPTS[:3], sampling=Sampling(**settings), logprobs=True)
     for prompt, completion in zip(PROMPTS, found, strict=False):
         sequence = torch.tensor([completion.prompt_ids + completion.new_ids])
         with torch.no_grad():
@@ -112,22 +110,22 @@ def test_logprobs_are_the_models_own_as_transformers_computes_them(
         )
         assert completion.logprobs is not None
         assert torch.allclose(torch.tensor([completion.logprobs]), expected, atol=1e-4, rtol=1e-4)
-    assert texts(folder, ["O"])[0].logprobs is None
+    assert complete(folder, ["O"])[0].logprobs is None
 
 
-def test_a_text_ends_at_an_id_of_the_config_or_of_the_request(
+def test_a_text_ends_at_a_stop_id_of_the_config_or_of_the_request(
     make_checkpoint: MakeCheckpoint, folder: Path
 ) -> None:
-    whole = texts(folder, PROMPTS, sampling=GREEDY)
+    whole = complete(folder, PROMPTS, sampling=GREEDY)
     ids = whole[0].new_ids
     end = next(i for i in range(4, 20) if ids[i] not in ids[:i])
     ends = with_tokenizer(make_checkpoint, n_positions=64, eos_token_id=ids[end])
-    for source, how, reason in (
+    for source, options, reason in (
         (ends, {}, "eos"),
         (folder, {"stop_ids": [ids[end]]}, "stop"),
         (ends, {"stop_ids": [ids[end]]}, "eos"),
     ):
-        found = texts(source, PROMPTS, sampling=GREEDY, batch_size=3, logprobs=True, **how)
+        found = complete(source, PROMPTS, sampling=GREEDY, batch_size=3, logprobs=True, **options)
         assert (found[0].finish_reason, found[0].new_ids) == (reason, ids[: end + 1])
         assert found[0].new_text == TOKENIZER.decode(ids[:end])
         assert len(found[0].logprobs or ()) == end + 1
@@ -137,10 +135,10 @@ def test_a_text_ends_at_an_id_of_the_config_or_of_the_request(
 
 
 def test_a_text_ends_before_a_stop_string(folder: Path) -> None:
-    whole = texts(folder, PROMPTS, sampling=GREEDY)
+    whole = complete(folder, PROMPTS, sampling=GREEDY)
     stop = whole[1].new_text[7:10]
     for completion, before in zip(
-        texts(folder, PROMPTS, sampling=GREEDY, stop=["none such", stop]), whole, strict=True
+        complete(folder, PROMPTS, sampling=GREEDY, stop=["none such", stop]), whole, strict=True
     ):
         assert completion.new_text == before.new_text.split(stop)[0]
         assert (completion.finish_reason == "stop") == (stop in before.new_text)
@@ -148,17 +146,17 @@ def test_a_text_ends_before_a_stop_string(folder: Path) -> None:
         assert (len(completion.new_ids) < 20) or stop not in before.new_text[:-4]
 
 
-def test_a_stop_string_in_the_prompt_does_not_stop(folder: Path) -> None:
-    (found,) = texts(folder, ["The king"], sampling=GREEDY, stop=["king"])
+def test_a_stop_string_in_the_prompt_does_not_end_the_text(folder: Path) -> None:
+    (found,) = complete(folder, ["The king"], sampling=GREEDY, stop=["king"])
     assert found.finish_reason == "length" or "king" in TOKENIZER.decode(found.new_ids)
 
 
-def test_a_stream_yields_the_same_text_and_holds_back_possible_stop_strings(folder: Path) -> None:
-    (whole,) = texts(folder, ["O"], sampling=GREEDY)
+def test_a_stream_yields_the_same_text_and_withholds_possible_stop_strings(folder: Path) -> None:
+    (whole,) = complete(folder, ["O"], sampling=GREEDY)
     stop = whole.new_text[7:10]
-    (expected,) = texts(folder, ["O"], sampling=GREEDY, stop=[stop], logprobs=True)
-    how: dict[str, Any] = {"max_new_tokens": 20, "sampling": GREEDY, "logprobs": True}
-    stream = stream_text(ours(folder), TOKENIZER, "O", stop=[stop], **how)
+    (expected,) = complete(folder, ["O"], sampling=GREEDY, stop=[stop], logprobs=True)
+    options: dict[str, Any] = {"max_new_tokens": 20, "sampling": GREEDY, "logprobs": True}
+    stream = stream_text(ours(folder), TOKENIZER, "O", stop=[stop], **options)
     assert stream.completion.new_text == ""
     shown = ""
     for piece in stream:
@@ -169,36 +167,36 @@ def test_a_stream_yields_the_same_text_and_holds_back_possible_stop_strings(fold
     assert stream.completion == expected
 
 
-def test_without_new_tokens_there_is_no_new_text(folder: Path) -> None:
-    for completion in texts(folder, PROMPTS, max_new_tokens=0, n=2):
+def test_without_new_tokens_the_new_text_is_empty(folder: Path) -> None:
+    for completion in complete(folder, PROMPTS, max_new_tokens=0, n=2):
         assert (completion.new_ids, completion.new_text) == ([], "")
         assert completion.finish_reason == "length"
 
 
-def test_by_default_100_new_tokens_or_as_many_as_fit(
+def test_the_default_is_100_new_tokens_or_as_many_as_fit(
     make_checkpoint: MakeCheckpoint, folder: Path
 ) -> None:
-    """The limit applies to each prompt; short ones continue after long ones are full."""
-    roomy = with_tokenizer(make_checkpoint, n_positions=128)
+    """The limit applies to each prompt, so short texts continue after long ones are full."""
+    larger = with_tokenizer(make_checkpoint, n_positions=128)
     prompts = [[5], [5] * 28, [5] * 29, [5] * 127]
-    found = texts(roomy, prompts, max_new_tokens=None, sampling=GREEDY)
+    found = complete(larger, prompts, max_new_tokens=None, sampling=GREEDY)
     assert [len(completion.new_ids) for completion in found] == [100, 100, 99, 1]
     for prompt, completion in zip(prompts, found, strict=True):
         new = len(completion.new_ids)
-        expected = theirs(roomy, torch.tensor([prompt]), new)[0, len(prompt) :]
+        expected = theirs(larger, torch.tensor([prompt]), new)[0, len(prompt) :]
         assert completion.new_ids == expected.tolist()
 
 
-def test_ctrl_c_yields_the_current_batch_and_then_interrupts(
+def test_ctrl_c_yields_the_current_batch_before_the_interrupt(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = texts(folder, PROMPTS, sampling=GREEDY)
+    whole = complete(folder, PROMPTS, sampling=GREEDY)
     end = whole[2].new_ids.index(whole[2].new_ids[3]) + 1
-    left = [3 + 20 + 4]  # rounds: the first batch of two, and some of the second
+    remaining = [3 + 20 + 4]  # decode steps: the first batch of two, and some of the second
 
     def draw(self: Sampling, scores: torch.Tensor, generator: object = None) -> torch.Tensor:
-        left[0] -= 1
-        if left[0] == 3:
+        remaining[0] -= 1
+        if remaining[0] == 3:
             raise KeyboardInterrupt
         return scores.argmax(-1)
 
@@ -239,7 +237,7 @@ def test_ctrl_c_yields_the_current_batch_and_then_interrupts(
     ],
     ids=str,
 )
-def test_a_request_that_cannot_be_fulfilled_is_refused_at_once(
+def test_a_request_that_cannot_be_fulfilled_is_refused_immediately(
     folder: Path, change: dict[str, Any], named: str
 ) -> None:
     prompts = change.pop("prompts", ["O", "ROMEO:"])

@@ -1,4 +1,4 @@
-"""The two threads that copy weights, in forked processes."""
+"""Copying weights in two threads works in forked processes."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ print(failed, "of 100 failed")
 """
 
 
-def test_two_threads_can_call_torch_at_once_in_a_forked_process() -> None:
+def test_two_threads_can_call_torch_concurrently_in_a_forked_process() -> None:
     run = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True)
     assert run.stdout == "0 of 100 failed\n"

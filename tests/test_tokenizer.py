@@ -1,4 +1,4 @@
-"""The tokenizer against transformers' GPT2TokenizerFast and tiktoken's gpt2."""
+"""The tokenizer equals transformers' GPT2TokenizerFast and tiktoken's gpt2."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.conftest import MakeCheckpoint
 from tests.vocabularies import BYTES, END, SMALL, build_tokenizer, small_vocab
 
 DEMO = Path(compat.__file__).parent / "demo"
-FAMILY = "\U0001f469\u200d\U0001f469\u200d\U0001f467"  # one emoji of three, joined
+FAMILY = "\U0001f469\u200d\U0001f469\u200d\U0001f467"  # one emoji that joins three
 FLAG, WAVE = "\U0001f3f3\ufe0f\u200d\U0001f308", "\U0001f44b\U0001f3fd"
 
-NASTY = [
+DIFFICULT = [
     "",
     " ",
     "a  b   c    d ",
@@ -42,7 +42,7 @@ NASTY = [
     "\u1e9e ǅ ʰ ª ﬁ \U0001e900 \U0010ffff \ufffd",
 ]
 
-# What the cutting pattern has an opinion about, in every mixture, beside any text at all.
+# Fragments that affect how the pattern splits a text, in any mixture, and any other text.
 FRAGMENTS = st.one_of(
     st.text(" \t\n\r\v\f\u00a0\u2003\u3000\u2028\u0085\u200b", min_size=1, max_size=5),
     st.sampled_from(["'s", "'t", "'ll", "'ve", "'re", "'d", "'m", "'S", "'", "''", "\u2019s"]),
@@ -58,38 +58,38 @@ EXAMPLES = settings(deadline=None, max_examples=200, derandomize=True)
 
 
 class Pair(NamedTuple):
-    """One vocabulary in both libraries."""
+    """The tokenizers of both libraries for one vocabulary."""
 
     ours: Tokenizer
     theirs: GPT2TokenizerFast
 
 
 def tables(folder: Path) -> tuple[dict[str, int], list[str]]:
-    """The vocabulary and the merges of the files."""
+    """Return the vocabulary and the merges of the files."""
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     return json.loads((folder / "vocab.json").read_text(encoding="utf-8")), lines[1:-1]
 
 
-def both(vocab: dict[str, int], merges: list[str]) -> Pair:
+def build_pair(vocab: dict[str, int], merges: list[str]) -> Pair:
     pairs = [tuple(merge.split(" ")) for merge in merges]
     return Pair(build_tokenizer(vocab, merges, {}), GPT2TokenizerFast(vocab=vocab, merges=pairs))
 
 
 @pytest.fixture(scope="module", params=["demo", "permuted", "gpt2"])
 def pair(request: pytest.FixtureRequest) -> Pair:
-    """The embedded checkpoint's vocabulary, the same with other ids, and GPT-2's."""
+    """The vocabulary of the embedded checkpoint, the same with permuted ids, and that of GPT-2."""
     if request.param == "demo":
         return Pair(load_tokenizer("demo"), GPT2TokenizerFast.from_pretrained(DEMO))
     if request.param == "permuted":
         vocab, merges = tables(DEMO)
         ids = list(vocab.values())
-        random.Random(0).shuffle(ids)  # the merges keep their order, the ids know nothing of it
-        return both(dict(zip(vocab, ids, strict=True)), merges)
-    return both(*tables(request.getfixturevalue("shared") / "data/gpt2-tokenizer"))
+        random.Random(0).shuffle(ids)  # the order of the merges no longer follows from the ids
+        return build_pair(dict(zip(vocab, ids, strict=True)), merges)
+    return build_pair(*tables(request.getfixturevalue("shared") / "data/gpt2-tokenizer"))
 
 
 def check(pair: Pair, text: str) -> None:
-    """Plain and special encodings equal those of transformers, and decoding restores the text."""
+    """Check that all encodings equal those of transformers and that decoding restores the text."""
     ids = pair.ours.encode(text)
     assert ids == pair.theirs(text, split_special_tokens=True)["input_ids"]
     assert pair.ours.encode(text, allow_special=True) == pair.theirs(text)["input_ids"]
@@ -97,16 +97,16 @@ def check(pair: Pair, text: str) -> None:
     assert "".join(pair.ours.stream(ids)) == text
 
 
-@pytest.mark.parametrize("text", NASTY)
+@pytest.mark.parametrize("text", DIFFICULT)
 def test_difficult_texts_encode_as_in_transformers(pair: Pair, text: str) -> None:
     check(pair, text)
 
 
-def test_a_tokenizer_json_by_others_encodes_as_in_transformers(shared: Path) -> None:
+def test_a_tokenizer_json_of_another_author_encodes_as_in_transformers(shared: Path) -> None:
     tarot = shared / "data/checkpoints/tarot"
     pair = Pair(load_tokenizer(tarot), GPT2TokenizerFast.from_pretrained(tarot))
     assert pair.ours.end_of_text == pair.theirs.eos_token_id
-    for text in NASTY:
+    for text in DIFFICULT:
         check(pair, text)
 
 
@@ -119,10 +119,11 @@ def test_any_text_encodes_as_in_transformers(pair: Pair) -> None:
     run()
 
 
-def seams() -> Pair:
-    """A vocabulary that joins "a", "1", "." and space to any byte beside them, so that cuts show.
+def split_revealing_pair() -> Pair:
+    """Return tokenizers whose tokens reveal where a text is split.
 
-    First to the bytes of other characters, then to each other.
+    They merge "a", "1", "." and space with every adjacent byte: first with the bytes of other
+    characters, then with each other.
     """
     probes = ["a", "1", ".", "Ġ"]
     others = [char for char in BYTES if char not in probes]
@@ -134,12 +135,12 @@ def seams() -> Pair:
     ]
     merges += [f"{left} {right}" for left in probes for right in probes]
     made = [merge.replace(" ", "") for merge in merges]
-    return both({token: i for i, token in enumerate([*BYTES, *made, END])}, merges)
+    return build_pair({token: i for i, token in enumerate([*BYTES, *made, END])}, merges)
 
 
 def test_every_kind_of_character_is_split_as_in_transformers() -> None:
-    """Letters, digits and spaces of two Unicode versions: all low code points, then a sample."""
-    pair = seams()
+    """All low code points and a sample of the others; both libraries may use other versions."""
+    pair = split_revealing_pair()
     points = [*range(0x3400), *range(0x3400, 0xD800, 53), *range(0xE000, 0x110000, 53)]
     texts = [f"a{chr(c)}a1{chr(c)}1.{chr(c)}. {chr(c)}  {chr(c)}" for c in points]
     expected = pair.theirs(texts, split_special_tokens=True)["input_ids"]
@@ -151,7 +152,7 @@ def test_every_kind_of_character_is_split_as_in_transformers() -> None:
     assert differ == []
 
 
-def test_special_text_is_plain_unless_allowed(pair: Pair) -> None:
+def test_special_tokens_are_encoded_as_text_unless_allowed(pair: Pair) -> None:
     end = pair.ours.end_of_text
     assert end == pair.theirs.eos_token_id
     assert end not in pair.ours.encode(f"a{END}b")
@@ -160,7 +161,7 @@ def test_special_text_is_plain_unless_allowed(pair: Pair) -> None:
 
 
 def test_any_ids_decode_as_in_transformers(pair: Pair) -> None:
-    """Random ids are mostly not valid UTF-8, since they split characters."""
+    """Most random ids are not valid UTF-8, because they split characters."""
 
     @EXAMPLES
     @given(st.lists(st.sampled_from(sorted(pair.theirs.get_vocab().values())), max_size=12))
@@ -210,7 +211,7 @@ def tiktoken_gpt2() -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:
-        pytest.skip(f"tiktoken's gpt2 is neither in TIKTOKEN_CACHE_DIR nor to be fetched: {error}")
+        pytest.skip(f"tiktoken's gpt2 is not in TIKTOKEN_CACHE_DIR and cannot be fetched: {error}")
 
 
 def test_gpt2_from_its_files_equals_that_of_tiktoken(
@@ -220,24 +221,24 @@ def test_gpt2_from_its_files_equals_that_of_tiktoken(
     assert ours.special == {END: 50256}
     for token_id in range(50257):
         assert ours.decode_bytes([token_id]) == tiktoken_gpt2.decode_bytes([token_id])
-    for text in NASTY:
+    for text in DIFFICULT:
         assert ours.encode(text) == tiktoken_gpt2.encode(text, disallowed_special=())
         assert ours.encode(text, allow_special=True) == tiktoken_gpt2.encode(
             text, allowed_special="all"
         )
 
 
-def test_a_checkpoint_with_the_vocabulary_of_gpt2_and_no_files_gets_that_of_tiktoken(
+def test_a_checkpoint_with_gpt2s_vocabulary_size_and_without_files_uses_tiktoken(
     tiktoken_gpt2: tiktoken.Encoding, make_checkpoint: MakeCheckpoint
 ) -> None:
     ours = load_tokenizer(make_checkpoint(vocab_size=50257, **SMALL))
-    for text in NASTY:
+    for text in DIFFICULT:
         assert ours.encode(text) == tiktoken_gpt2.encode(text, disallowed_special=())
         assert ours.decode(ours.encode(text)) == text
     assert ours.encode(END, allow_special=True) == [ours.end_of_text] == [50256]
 
 
-def test_without_files_and_without_tiktoken_the_error_names_the_next_step(
+def test_the_error_without_files_and_tiktoken_names_the_next_step(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The tutorial notebook runs completely, and prints its committed outputs."""
+"""The tutorial notebook runs completely and prints its committed outputs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.test_readme import comparable
 from tests.tutorial import read, run
 
 
-def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_prints_its_committed_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     committed = read()
     executed = copy.deepcopy(committed)
     run(executed)
-    assert outline(executed) == outline(committed), "run: python -m tests.tutorial"
+    assert outline(executed) == outline(committed), "to update them: python -m tests.tutorial"
     text = " ".join(word for kind, *words in outline(committed) for word in words)
     assert "erf_gelu" in text and text.count("<Adaptation ✗") == text.count("<Adaptation ✓") == 1
     pictures = [kind for kind, *_ in outline(committed) if kind == "picture"]
@@ -24,7 +24,7 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outline(notebook: dict[str, Any]) -> list[list[str]]:
-    """Every output: the words that were printed, without numbers, or that it is a picture."""
+    """Return the kind of each output and its printed words, without numbers."""
     found = []
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):

@@ -1,4 +1,4 @@
-"""Vocabularies are read from a checkpoint's files, and inconsistent ones are refused."""
+"""Vocabularies are read from the files of a checkpoint, and inconsistent ones are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 
 
 def small_json(model: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """A tokenizer.json with changes, as the `tokenizers` library writes it."""
+    """Return a tokenizer.json, as the `tokenizers` library writes it, with changes."""
     data = {
         "version": "1.0",
         "added_tokens": [{"id": 257, "content": END, "special": True}],
@@ -47,7 +47,7 @@ LoadJson = Callable[[Any], Tokenizer]
 
 @pytest.fixture
 def load_json(folder: Path) -> LoadJson:
-    """Load a tokenizer.json in a checkpoint of 300 ids."""
+    """A function that loads a tokenizer.json in a checkpoint with 300 ids."""
 
     def load(data: Any) -> Tokenizer:
         (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
@@ -56,7 +56,7 @@ def load_json(folder: Path) -> LoadJson:
     return load
 
 
-def test_files_of_either_kind_give_the_same_tokenizer(folder: Path, load_json: LoadJson) -> None:
+def test_both_kinds_of_files_define_the_same_tokenizer(folder: Path, load_json: LoadJson) -> None:
     (folder / "vocab.json").write_text(json.dumps(small_vocab()), encoding="utf-8")
     (folder / "merges.txt").write_text("#version: 0.2\na b\n", encoding="utf-8")
     expected = [256, BYTES.index("c"), 257]
@@ -68,8 +68,8 @@ def test_merges_may_be_written_as_lists(load_json: LoadJson) -> None:
     assert load_json(small_json({"merges": [["a", "b"]]})).encode("ab") == [256]
 
 
-def test_merges_that_tiktoken_cannot_follow_are_refused() -> None:
-    """In "abc", b and c merge first, and a + bc is not a merge; tiktoken would merge it anyway."""
+def test_merges_that_tiktoken_applies_differently_are_refused() -> None:
+    """In "abc", b and c merge first, and a + bc is not a merge, but tiktoken would merge them."""
     vocab = small_vocab(bc=258, abc=259)
     merges = ["b c", "a b", "ab c"]
     theirs = GPT2TokenizerFast(vocab=vocab, merges=[tuple(merge.split()) for merge in merges])
@@ -78,14 +78,14 @@ def test_merges_that_tiktoken_cannot_follow_are_refused() -> None:
         build_tokenizer(vocab, merges, {})
 
 
-def without(char: str) -> dict[str, int]:
+def vocab_without(char: str) -> dict[str, int]:
     return {token: i for token, i in small_vocab().items() if token != char}
 
 
 @pytest.mark.parametrize(
     ("vocab", "merges", "named"),
     [
-        (without("Ġ"), ["a b"], r"lacks 1 of the 256 bytes, the first as 'Ġ'"),
+        (vocab_without("Ġ"), ["a b"], r"lacks 1 of the 256 bytes, the first as 'Ġ'"),
         (small_vocab(ab=3), ["a b"], r"id \d+ belongs to"),
         (small_vocab(**{END: 256}), ["a b"], r"id \d+ belongs to"),
         (small_vocab(), ["a b", "b c"], "merge 2 makes 'bc'"),
@@ -103,7 +103,7 @@ def without(char: str) -> dict[str, int]:
         (small_vocab(ab=None), ["a b"], "token 'ab' has id"),
     ],
 )
-def test_a_broken_vocabulary_is_refused_by_name(
+def test_an_inconsistent_vocabulary_is_refused_by_name(
     vocab: dict[str, Any], merges: list[Any], named: str
 ) -> None:
     with pytest.raises(TokenizerError, match=named):
@@ -156,7 +156,7 @@ OTHER_KINDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_another_tokenizer_json_is_refused_and_its_folder_named(
+def test_an_unsupported_tokenizer_json_is_refused_with_its_folder(
     load_json: LoadJson, kind: str
 ) -> None:
     with pytest.raises(TokenizerError, match="of_300_ids"):
@@ -185,7 +185,7 @@ def test_an_id_without_text_is_refused(token_id: int) -> None:
 
 
 def test_ids_without_text_are_all_ids_that_are_not_tokens() -> None:
-    """Gaps between the ids of tokens, and ids beyond them; added tokens have text."""
+    """These are gaps between the ids of tokens and ids beyond them; added tokens have text."""
     ours = build_tokenizer(small_vocab(ab=259), ["a b"], {"<s>": 261})
     assert ours.ids_without_text(265) == [256, 258, 260, 262, 263, 264]
     assert ours.ids_without_text(259) == [256, 258]

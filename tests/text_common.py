@@ -1,4 +1,4 @@
-"""A noisy checkpoint with the demo's tokenizer, for tests of generated text."""
+"""A noisy checkpoint with the demo's tokenizer for tests of generated text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = ["ROMEO:", "O", "The king, my lord, and all the rest of them", "\N{SNO
 
 
 def with_tokenizer(make_checkpoint: MakeCheckpoint, **config: Any) -> Path:
-    """Add the demo's tokenizer. Greedy texts do not end, and contain invalid UTF-8."""
+    """Make a checkpoint with the demo's tokenizer; its texts do not end and are invalid UTF-8."""
     folder = make_checkpoint(**{"vocab_size": V, "eos_token_id": None, **config})
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(DEMO / name, folder)

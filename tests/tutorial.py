@@ -1,4 +1,4 @@
-"""Run scripts/tutorial.ipynb without Jupyter. `python -m tests.tutorial` writes its outputs."""
+"""Runs scripts/tutorial.ipynb without Jupyter; `python -m tests.tutorial` writes its outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 NOTEBOOK = Path(__file__).parents[1] / "scripts/tutorial.ipynb"
-DPI = 60  # of the pictures, which are committed
+DPI = 60  # resolution of the committed pictures
 
 
 def read() -> dict[str, Any]:
@@ -23,13 +23,13 @@ def read() -> dict[str, Any]:
 
 
 def run(notebook: dict[str, Any]) -> None:
-    """Execute the cells in order, in one namespace, and replace their outputs."""
+    """Execute the cells in order in one namespace, and replace their outputs."""
     from matplotlib import pyplot
 
     pyplot.switch_backend("Agg")
     os.environ["HF_HUB_OFFLINE"] = "1"  # the notebook falls back to the demo checkpoint
     names: dict[str, Any] = {"__name__": "__main__"}
-    files: dict[str, int] = {}  # by which compat knows the number of a cell
+    files: dict[str, int] = {}  # from which compat reads the number of a cell
     shell = SimpleNamespace(compile=SimpleNamespace(_filename_map=files))
     jupyter: Any = SimpleNamespace(get_ipython=lambda: shell, version_info=(9, 0))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -45,10 +45,10 @@ def run(notebook: dict[str, Any]) -> None:
 def _outputs(
     source: str, number: int, names: dict[str, Any], cells: dict[str, int]
 ) -> list[dict[str, Any]]:
-    """Execute a cell; what it printed, then its pictures."""
+    """Execute a cell, and return what it printed, followed by its pictures."""
     from matplotlib import pyplot
 
-    file = f"<ipython-input-{number}-tutorial>"  # as IPython names its cells
+    file = f"<ipython-input-{number}-tutorial>"  # the format of IPython
     cells[file] = number
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     printed = io.StringIO()

@@ -1,4 +1,4 @@
-"""Helpers of the tests of `adapt`: models of the tiny checkpoint's sizes, each adapted once."""
+"""Helpers of the tests of `adapt`: models with the tiny checkpoint's sizes, each adapted once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tiny_config(folder: Path) -> GPT2Config:
 
 
 def build(model: Model, path: Path, folder: Path) -> nn.Module:
-    """Build the model of a file in the checkpoint's sizes, always with the same weights."""
+    """Build the model of a file with the checkpoint's sizes, always with the same weights."""
     torch.manual_seed(7)
     return model.build(load_class(path, model.cls), tiny_config(folder))
 
@@ -50,19 +50,19 @@ def adapted(style: str, folder: Path) -> Adapted:
 
 @cache
 def reference_logits(ids: tuple[tuple[int, ...], ...], n_layer: int) -> Tensor:
-    """The logits of transformers for these ids, with the tiny checkpoint's weights."""
+    """Return transformers' logits for these ids, with the tiny checkpoint's weights."""
     with torch.no_grad():
         logits: Tensor = noisy_reference(n_layer=n_layer)(torch.tensor(ids)).logits
     return logits
 
 
 def fresh_ids(batch: int = 3, length: int = 18, seed: int = 99) -> Tensor:
-    """Ids on which `adapt` did not run the model."""
+    """Return ids on which `adapt` did not run the model."""
     return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Find the logits in the output of a zoo model by their shape."""
+    """Return the logits in the output of a zoo model, which are found by their shape."""
     modes = {module: module.training for module in model.modules()}
     with torch.no_grad():
         output = model.eval()(ids)
@@ -83,7 +83,7 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 
 def error_of(model: nn.Module, n_layer: int = LAYERS) -> float:
-    """The relative RMS error of a model's logits on fresh ids, against transformers."""
+    """Return the relative RMS error of a model's logits on fresh ids, against transformers."""
     ids = fresh_ids()
     expected = reference_logits(tuple(map(tuple, ids.tolist())), n_layer).double()
     difference = logits_of(model, ids).double() - expected
@@ -91,12 +91,12 @@ def error_of(model: nn.Module, n_layer: int = LAYERS) -> float:
 
 
 def mapped(name_map: NameMap, model: nn.Module) -> dict[str, frozenset[str]]:
-    """The parameters of the map for every tensor, with all layers expanded."""
+    """Return the map's parameters for every tensor, with all layers expanded."""
     return {row.hf: _one_name(row.ours, model) for row in name_map.expand(LAYERS)}
 
 
 def expected_map(style: str, model: nn.Module) -> dict[str, frozenset[str]]:
-    """The parameters of the catalogue for every tensor, with all layers expanded."""
+    """Return the catalogue's parameters for every tensor, with all layers expanded."""
     found: dict[str, frozenset[str]] = {}
     for hf, names in MODELS[style].expected.items():
         for i in range(LAYERS) if "{i}" in hf else [0]:
@@ -107,7 +107,7 @@ def expected_map(style: str, model: nn.Module) -> dict[str, frozenset[str]]:
 
 
 def _one_name(names: Iterable[str], model: nn.Module) -> frozenset[str]:
-    """The names; for tied parameters, the first of them."""
+    """Return the names; tied parameters have the name of the first one."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in reversed(parameters.items())}
     return frozenset(name if "[" in name else first[id(parameters[name])] for name in names)

@@ -1,4 +1,4 @@
-"""Write the tables of tests/adaptation/README.md: `python -m tests.adaptation.coverage_table`."""
+"""Writes the tables of tests/adaptation/README.md: `python -m tests.adaptation.coverage_table`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BEGIN, END = "<!-- made by tests/adaptation/coverage_table.py -->\n", "<!-- end 
 
 
 def about(model: Model) -> str:
-    """The first line of the file's docstring."""
+    """Return the first line of the docstring of the model's file."""
     text = ast.get_docstring(ast.parse((ZOO / model.file).read_text())) or ""
     return text.splitlines()[0].rstrip(".")
 
@@ -35,7 +35,7 @@ def tables() -> str:
 
 
 def with_tables(text: str) -> str:
-    """The README with up-to-date tables."""
+    """Return the README with up-to-date tables."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}"
 

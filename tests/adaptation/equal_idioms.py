@@ -1,7 +1,7 @@
-"""Hand-written models that compute GPT-2's logits by unusual but equal means.
+"""Hand-written models that compute GPT-2's logits in unusual but equivalent ways.
 
-Every class is built for the tiny checkpoint: V = 97, 32 positions, C = 24, 4 heads, 3 layers.
-`IDIOMS` names them. Those in `EXTRAS` hold parameters that change no logits.
+Every class has the tiny checkpoint's sizes, but two layers: V = 97, 32 positions, C = 24, 4 heads.
+`IDIOMS` maps their names to them. Some have parameters that do not affect the logits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ D = C // H
 
 
 class PreNorm(nn.Module):
-    """The wiring of a pre-norm block; its parts are a subclass's."""
+    """The wiring of a pre-norm block, whose parts a subclass defines."""
 
     ln_1: nn.LayerNorm
     ln_2: nn.LayerNorm
@@ -40,7 +40,7 @@ class PreNorm(nn.Module):
 
 
 class Block(PreNorm):
-    """The pre-norm block, written plainly; the idioms override one method each."""
+    """A plainly written pre-norm block; each idiom overrides one method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(PreNorm):
         self.up, self.down = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, each (B, H, T, D)."""
+        """Return q, k and v, each (B, H, T, D)."""
         B, T, _ = x.shape
         q, k, v = (t.view(B, T, H, D).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
         return q, k, v
@@ -72,7 +72,7 @@ class Block(PreNorm):
 
 
 class GPT(nn.Module):
-    """GPT-2, written plainly; the idioms override one method each."""
+    """A plainly written GPT-2; each idiom overrides one method."""
 
     block: type[Block] = Block
 
@@ -107,7 +107,7 @@ def with_block(block: type[Block]) -> type[GPT]:
     return type(block.__name__, (GPT,), {"block": block})
 
 
-# Regions.
+# Context managers
 
 
 class AutocastOffBlocks(GPT):
@@ -140,7 +140,7 @@ class GradientsOnHead(GPT):
             return super().head(x)
 
 
-# The head.
+# The head
 
 
 class HeadInVocabularyChunks(GPT):
@@ -194,7 +194,7 @@ class PaddedHead(GPT):
 
 
 class StaleHead(GPT):
-    """A head of its own that is never used: the logits come from the embedding."""
+    """A head that is never used: the logits come from the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class UntiedHead(GPT):
         self.lm_head = nn.Linear(C, V, bias=False)
 
 
-# Embeddings.
+# Embeddings
 
 
 class OneHotTokens(GPT):
@@ -267,7 +267,7 @@ class BufferPositions(GPT):
 
 
 class PositionsOfMask(GPT):
-    """Positions from a mask of padding that hides nothing."""
+    """Positions from a padding mask that contains only ones."""
 
     def positions(self, ids: Tensor) -> Tensor:
         seen = (ids >= 0).long()
@@ -303,7 +303,7 @@ class PositionsPerToken(GPT):
         return torch.stack([self.wpe.weight[t].expand(len(ids), C) for t in range(ids.shape[1])], 1)
 
 
-# Loops.
+# Loops
 
 
 class LoopOverRows(GPT):
@@ -339,7 +339,7 @@ class SecondProductPerHead(Block):
 
 
 class ScoresPerHead(Block):
-    """q·kᵀ head by head, the rest of attention for all heads at once."""
+    """q·kᵀ is computed head by head, and the rest of attention for all heads together."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         T = q.shape[2]
@@ -349,7 +349,7 @@ class ScoresPerHead(Block):
 
 
 class SeparateHeads(Block):
-    """Projections of its own for every head, and one output projection."""
+    """Every head has its own projections; the output projection is shared."""
 
     def add_attention(self) -> None:
         self.q = nn.ModuleList(nn.Linear(C, D) for _ in range(H))
@@ -389,7 +389,7 @@ class SummedOutputSlices(Block):
 
 
 class OutputPerHead(SeparateHeads):
-    """An output projection of its own for every head; the bias is added once."""
+    """Every head has its own output projection; the bias is added once."""
 
     def add_attention(self) -> None:
         super().add_attention()
@@ -422,7 +422,7 @@ class InterleavedHeads(Block):
 
 
 class LoopOverQueries(Block):
-    """Every query sees the keys up to itself; no mask."""
+    """Every query is computed with the keys up to its own position, without a mask."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = []
@@ -460,7 +460,7 @@ class QueryChunks(Block):
 
 
 class MlpInWidthChunks(Block):
-    """The inner width in two halves, whose results are summed."""
+    """The inner width is split into halves, whose results are summed."""
 
     def mlp(self, x: Tensor) -> Tensor:
         out = self.down.bias
@@ -503,7 +503,7 @@ class VmapEverything(GPT):
         return torch.vmap(lambda row: GPT.forward(self, row[None])[0])(ids)
 
 
-# Dead code.
+# Dead code
 
 
 class UnusedSecondCall(GPT):
@@ -520,7 +520,7 @@ class UnusedFirstCall(GPT):
 
 
 class DeadAttention(Block):
-    """Attention's weights computed a second time to be looked at, then dropped."""
+    """Attention weights are computed a second time for inspection and then dropped."""
 
     def attend(self, x: Tensor) -> Tensor:
         q, k, _ = self.heads(x)
@@ -549,7 +549,7 @@ class TimesZero(GPT):
         return super().head(x) + 0.0 * self.lm_head(self.blocks[0](x))
 
 
-# Parameters without effect.
+# Parameters without effect
 
 
 class FrozenMask(Block):
@@ -684,11 +684,11 @@ class UnusedParameters(GPT):
         self.pooler, self.marker = nn.Linear(C, C), nn.Parameter(torch.zeros(3))
 
 
-# Names and parametrizations.
+# Names and parametrizations
 
 
 class AliasedParameters(GPT):
-    """Parameters, and whole modules, under two names."""
+    """Parameters and complete modules have two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -698,7 +698,7 @@ class AliasedParameters(GPT):
 
 
 class AliasedFirst(nn.Module):
-    """A list of all linears, in front of the model that uses them."""
+    """A list of all linear layers precedes the model that uses them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -727,7 +727,7 @@ class WeightNormEverywhere(Block):
 class OldWeightNorm(Block):
     def __init__(self) -> None:
         super().__init__()
-        with warnings.catch_warnings():  # it is deprecated, and still widely used
+        with warnings.catch_warnings():  # it is deprecated, but still widely used
             warnings.simplefilter("ignore", FutureWarning)
             torch.nn.utils.weight_norm(self.up)
 
@@ -741,7 +741,7 @@ class Transposing(nn.Module):
 
 
 class TransposedParametrization(Block):
-    """The weight is kept transposed, by a parametrization."""
+    """A parametrization keeps the weight transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -765,7 +765,7 @@ class ScaledParametrization(Block):
 
 
 class GainBesideNorm(Block):
-    """The norm's scale is kept as its distance from one, as in Gemma."""
+    """The norm's scale is stored as its difference from one, as in Gemma."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -776,7 +776,7 @@ class GainBesideNorm(Block):
         return F.layer_norm(x, (C,)) * (1 + self.gain) + self.shift
 
 
-# Modules made in forward.
+# Modules that forward creates
 
 
 class GeluInForward(Block):
@@ -785,7 +785,7 @@ class GeluInForward(Block):
 
 
 class NormInForward(Block):
-    """A module without parameters of its own is made, the parameters are the block's."""
+    """`forward` creates a norm without parameters; the parameters are the block's."""
 
     def forward(self, x: Tensor) -> Tensor:
         bare = nn.LayerNorm(C, elementwise_affine=False)
@@ -794,7 +794,7 @@ class NormInForward(Block):
 
 
 class LinearInForward(Block):
-    """A module is made in `forward`, and the parameters are put into it."""
+    """`forward` creates a linear layer and assigns the parameters to it."""
 
     def mlp(self, x: Tensor) -> Tensor:
         up = nn.Linear(C, 4 * C, device="meta")
@@ -850,7 +850,7 @@ IDIOMS: dict[str, Callable[[], nn.Module]] = {cls.__name__: cls for cls in CLASS
 
 
 def built(name: str) -> nn.Module:
-    """The model with noise on every parameter but those whose value is what makes it equal."""
+    """Return the model, with noise on the parameters whose values do not make it equivalent."""
     torch.manual_seed(0)
     model = IDIOMS[name]()
     with torch.no_grad():

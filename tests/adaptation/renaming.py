@@ -1,4 +1,4 @@
-"""A zoo model's source in which every module, parameter and buffer has another name."""
+"""The source of a zoo model in which every module, parameter and buffer has another name."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from types import ModuleType
 
 from torch import nn
 
-# Names that torch's own modules have, such as weight: renamed where the file's own class has them.
-TORCHS = {
+# Names of attributes of torch's modules, such as weight; they are renamed only within the classes
+# of the file that have them.
+TORCH_NAMES = {
     *dir(nn.Linear(1, 1)), *dir(nn.LayerNorm(1)), *dir(nn.MultiheadAttention(1, 1)),
 }  # fmt: skip
-CONFIGS = {"cfg", "config", "args", "dims"}
+CONFIG_NAMES = {"cfg", "config", "args", "dims"}
 
 
 def names_in(model: nn.Module) -> dict[str, set[str]]:
-    """For every class of the model's file, the names of its modules, parameters and buffers."""
+    """Return the names of modules, parameters and buffers for every class of the model's file."""
     own: ModuleType = sys.modules[type(model).__module__]
     found: dict[str, set[str]] = {}
     for module in model.modules():
@@ -30,19 +31,20 @@ def names_in(model: nn.Module) -> dict[str, set[str]]:
 
 
 class Renamer(ast.NodeTransformer):
-    """Renames `self.name`, `x.name` and "name" throughout a file.
+    """Rename `self.name`, `x.name` and "name" throughout a file.
 
     Args:
-        held: as of `names_in`.
-        fresh: gives a name that nothing has yet.
+        held: the result of `names_in`.
+        fresh: returns an unused name.
     """
 
     def __init__(self, held: dict[str, set[str]], tree: ast.AST, fresh: Callable[[], str]) -> None:
         functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
         every = {name for names in held.values() for name in names}
-        self.everywhere = {name: fresh() for name in sorted(every - TORCHS - functions)}
+        self.everywhere = {name: fresh() for name in sorted(every - TORCH_NAMES - functions)}
         self.inside = {
-            cls: {name: fresh() for name in sorted(names & TORCHS)} for cls, names in held.items()
+            cls: {name: fresh() for name in sorted(names & TORCH_NAMES)}
+            for cls, names in held.items()
         }
         self.cls = ""
 
@@ -56,7 +58,7 @@ class Renamer(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.value, ast.Name) and node.value.id == "self":
             node.attr = self.inside.get(self.cls, {}).get(node.attr, node.attr)
-        if not CONFIGS & set(_words(node.value)):
+        if not CONFIG_NAMES & set(_words(node.value)):
             node.attr = self.everywhere.get(node.attr, node.attr)
         return node
 
@@ -66,7 +68,7 @@ class Renamer(ast.NodeTransformer):
         return node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        if isinstance(node.value, ast.Name) and node.value.id in CONFIGS:
+        if isinstance(node.value, ast.Name) and node.value.id in CONFIG_NAMES:
             return node  # cfg["heads"]
         self.generic_visit(node)
         return node
@@ -80,7 +82,7 @@ class Renamer(ast.NodeTransformer):
 
 
 def _words(node: ast.AST) -> Iterator[str]:
-    """The last name before an attribute, such as cfg in `self.cfg.heads`."""
+    """Yield the last name before an attribute, such as cfg in `self.cfg.heads`."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute):
@@ -88,17 +90,17 @@ def _words(node: ast.AST) -> Iterator[str]:
 
 
 def renamed(source: str, model: nn.Module, fresh: Callable[[], str]) -> tuple[str, dict[str, str]]:
-    """The source under fresh names, and the names that are the same throughout the file."""
+    """Return the source with new names, and the names that are the same throughout the file."""
     tree = ast.parse(source)
     renamer = Renamer(names_in(model), tree, fresh)
     return ast.unparse(renamer.visit(tree)), renamer.everywhere
 
 
 def pairs(before: nn.Module, after: nn.Module, names: dict[str, str]) -> dict[str, str]:
-    """For every parameter of one model, its name in the renamed one.
+    """Return the parameters' names in the renamed model by their original names.
 
-    Both are built by the same statements, so that parameters come in the same order; except in an
-    nn.ParameterDict, which sorts them by name.
+    Both models are built by the same statements, so their parameters have the same order, except in
+    an nn.ParameterDict, which sorts them by name.
     """
     old = [name for name, _ in before.named_parameters(remove_duplicate=False)]
     new = [name for name, _ in after.named_parameters(remove_duplicate=False)]

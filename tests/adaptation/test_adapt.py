@@ -1,4 +1,4 @@
-"""`adapt` as a whole: the state that it restores, the code that it supports, and its errors."""
+"""`adapt`: the state that it restores, the code that it supports, and its errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("shared_reference")
 
 
 def edited(style: str, folder: Path, old: str, new: str, tiny: Path) -> tuple[nn.Module, Path]:
-    """A zoo model with one edit in its file."""
+    """Build a zoo model with an edit of its file."""
     source = (ZOO / MODELS[style].file).read_text()
     assert old in source
     path = folder / MODELS[style].file
@@ -33,7 +33,7 @@ def edited(style: str, folder: Path, old: str, new: str, tiny: Path) -> tuple[nn
     return build(MODELS[style], path, tiny), path
 
 
-# What is left unchanged.
+# State that is not changed
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -52,7 +52,7 @@ def test_mode_gradients_and_identity_of_parameters_are_kept(tiny: Path, training
     assert all(p.grad is None for p in after.values())
 
 
-def test_torchs_switch_for_fused_kernels_is_restored(tiny: Path) -> None:
+def test_torchs_setting_of_fused_kernels_is_restored(tiny: Path) -> None:
     for enabled in (True, False):
         torch.backends.mha.set_fastpath_enabled(enabled)
         try:
@@ -62,11 +62,11 @@ def test_torchs_switch_for_fused_kernels_is_restored(tiny: Path) -> None:
             torch.backends.mha.set_fastpath_enabled(True)
 
 
-# Which code is handled.
+# Supported code
 
 
 @both_dialects
-def test_compats_own_dialects_are_mapped_as_their_maps_say(tiny: Path, dialect: str) -> None:
+def test_the_dialects_of_compat_are_mapped_as_in_their_maps(tiny: Path, dialect: str) -> None:
     model = load_pretrained(tiny, dialect)
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_compats_own_dialects_are_mapped_as_their_maps_say(tiny: Path, dialect: 
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
 
 
-def test_the_readmes_own_model_is_mapped_as_its_map_says(tiny: Path) -> None:
+def test_the_model_of_the_readme_is_mapped_as_in_its_map(tiny: Path) -> None:
     model = MyGPT2("untied")
     found = adapt(model, tiny)
     assert found.compatible
@@ -130,7 +130,7 @@ def test_a_custom_forward_is_used(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [5, 12, 24])
-def test_the_length_of_the_example_may_be_chosen(tiny: Path, length: int) -> None:
+def test_the_length_of_the_example_can_be_chosen(tiny: Path, length: int) -> None:
     model = build_style("mingpt", tiny)
     found = adapt(model, tiny, example_length=length)
     assert found.compatible
@@ -143,7 +143,9 @@ def test_the_length_of_the_example_may_be_chosen(tiny: Path, length: int) -> Non
 @pytest.mark.parametrize(
     "shape", [{"n_head": 1}, {"n_layer": 1}, {"n_head": 24, "n_embd": 24, "n_layer": 2}]
 )
-def test_unusual_shapes(make_checkpoint: MakeCheckpoint, style: str, shape: dict[str, int]) -> None:
+def test_unusual_shapes_are_compatible(
+    make_checkpoint: MakeCheckpoint, style: str, shape: dict[str, int]
+) -> None:
     folder = make_checkpoint(**shape)
     model = build_style(style, folder)
     found = adapt(model, folder)
@@ -160,11 +162,11 @@ def test_parity_is_proved_in_the_models_own_data_type(tiny: Path, dtype: torch.d
     assert {p.dtype for p in model.parameters()} == {dtype}
 
 
-def test_the_checkpoint_may_be_opened_before(tiny: Path) -> None:
+def test_an_open_checkpoint_is_accepted(tiny: Path) -> None:
     assert adapt(build_style("scratch", tiny), open_checkpoint(tiny)).compatible
 
 
-# The result as plain values, and the errors.
+# The result as plain values, and errors
 
 
 def test_the_result_is_plain_json(tiny: Path) -> None:
@@ -172,11 +174,11 @@ def test_the_result_is_plain_json(tiny: Path) -> None:
     plain = json.loads(json.dumps(found.to_json(full=True)))
     assert (plain["compatible"], plain["mapped"], plain["tensors"]) == (True, 40, 40)
     assert plain["model"] == "GPT"
-    assert len(plain["name_map"]) == 41  # its own head is a row, but not a tensor of the file
+    assert len(plain["name_map"]) == 41  # the untied head is a row, but not a tensor of the file
     assert {f["code"] for f in plain["findings"]} == {"untied_head", "train_mode"}
 
 
-def test_a_model_that_cannot_multiply_its_data_types_raises(tiny: Path) -> None:
+def test_a_model_with_incompatible_data_types_raises_an_error(tiny: Path) -> None:
     model = build_style("vkq_fused", tiny)
     model.layers[0].up.double()
     with pytest.raises(AdaptError, match="same dtype"):
@@ -185,12 +187,12 @@ def test_a_model_that_cannot_multiply_its_data_types_raises(tiny: Path) -> None:
     assert model.layers[1].up.weight.dtype == torch.float32
 
 
-def test_a_missing_checkpoint(tmp_path: Path, tiny: Path) -> None:
+def test_a_missing_checkpoint_raises_an_error(tmp_path: Path, tiny: Path) -> None:
     with pytest.raises(CheckpointError):
         adapt(build_style("nano", tiny), tmp_path)
 
 
-def test_a_part_that_cannot_be_examined_is_reported_along_with_the_comparison(
+def test_a_failing_detector_is_reported_in_addition_to_the_comparison(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(context: object) -> list[object]:
@@ -209,9 +211,7 @@ def test_detectors_run_in_the_order_of_their_areas() -> None:
     assert [module for module, _ in groupby(modules)] == [area.__name__ for area in AREAS]
 
 
-def test_a_graph_of_an_unknown_form_asks_for_a_report(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_internal_error_asks_for_a_report(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dissect(graph: object, partial: bool) -> None:
         raise IndexError("tuple index out of range")
 
@@ -220,7 +220,7 @@ def test_a_graph_of_an_unknown_form_asks_for_a_report(
         adapt(build_style("tf_port", tiny), tiny)
 
 
-def test_a_quantized_model_raises_before_anything_is_written(tiny: Path) -> None:
+def test_a_quantized_model_raises_an_error_before_anything_is_written(tiny: Path) -> None:
     model = build_style("nano", tiny)
     weight = model.lm_head.weight.detach().round().to(torch.int8)
     model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
@@ -230,10 +230,10 @@ def test_a_quantized_model_raises_before_anything_is_written(tiny: Path) -> None
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_untraced_code_that_runs_on_one_length_only_is_not_compatible(
+def test_untraced_code_that_runs_only_with_one_length_is_not_compatible(
     tiny: Path, tmp_path: Path
 ) -> None:
-    """Parity is not confirmed where the logits cannot be compared."""
+    """Parity is not confirmed if the logits cannot be compared."""
     old = "        x = self.ln_f(x)\n"
     new = "        assert t == 13\n        x = self.ln_f(torch.tensor(x.tolist()))\n"
     model, _ = edited("mingpt", tmp_path, old, new, tiny)

@@ -1,4 +1,4 @@
-"""Which models are accepted, how they are called, and where the logits are in their output."""
+"""Which models are accepted, how they are called, and where their output contains the logits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_logits_are_found_by_their_shape(output: Any) -> None:
         LOGITS[:, -1],
         LOGITS[:, -1:],
         (None, LOGITS[:, -1]),
-        (LOGITS[:, -1:], [(HIDDEN, HIDDEN)]),  # the keys and values of a cache
+        (LOGITS[:, -1:], [(HIDDEN, HIDDEN)]),  # the keys and values of a KV cache
     ],
 )
 def test_logits_of_the_last_position_are_accepted_only_on_request(output: Any) -> None:
@@ -78,14 +78,14 @@ def test_logits_of_the_last_position_are_accepted_only_on_request(output: Any) -
         ("logits", "no tensor"),
     ],
 )
-def test_an_output_without_logits_raises(output: Any, words: str) -> None:
+def test_an_output_without_logits_raises_an_error(output: Any, words: str) -> None:
     with pytest.raises(AdaptError) as caught:
         find_logits(output, IDS)
     assert words in str(caught.value)
 
 
 class Plain(nn.Module):
-    """Logits from a table; subclasses define `forward`."""
+    """A model with a table of logits; subclasses define `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Last(Plain):
 @pytest.mark.parametrize(
     "cls", [Ids, Targets, Mask, MaskOfTokens, OptionalMask, Positions, Decoder, Batch]
 )
-def test_required_arguments_follow_from_their_names(cls: Callable[[], Plain]) -> None:
+def test_required_arguments_are_recognized_by_their_names(cls: Callable[[], Plain]) -> None:
     model = cls().train()
     signature = find_signature(model, IDS)
     assert signature.targets is (cls is Targets) and not signature.last
@@ -174,32 +174,32 @@ def test_required_arguments_follow_from_their_names(cls: Callable[[], Plain]) ->
     assert model.training
 
 
-def test_a_model_that_returns_the_last_position_only() -> None:
+def test_a_model_that_returns_only_the_last_position_is_accepted() -> None:
     model = Last()
     signature = find_signature(model, IDS)
     assert signature.last
     assert torch.equal(signature(model, IDS), model.table(IDS)[:, -1:])
 
 
-class Asked(Plain):
-    """Returns logits only on request."""
+class LogitsOnRequest(Plain):
+    """A model that returns logits only on request."""
 
     def forward(self, ids: Tensor, targets: Tensor, return_logits: bool | None = None) -> Any:
         return (self.table(ids), 0.0) if return_logits else (None, 0.0)
 
 
-def test_a_model_is_asked_for_logits() -> None:
-    model = Asked()
+def test_logits_are_requested_from_the_model() -> None:
+    model = LogitsOnRequest()
     assert torch.equal(find_signature(model, IDS)(model, IDS), model.table(IDS))
 
 
-class Picky(Plain):
+class Raising(Plain):
     def forward(self, ids: Tensor) -> Tensor:
         raise ValueError("the moon is in the wrong place")
 
 
-class Library(Plain):
-    """Some arguments fail before the import of a library that is not installed."""
+class MissingLibrary(Plain):
+    """Some arguments cause an error before a missing library is imported."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         assert mask is not None
@@ -208,7 +208,7 @@ class Library(Plain):
         return self.table(ids) + no_such_library.zero
 
 
-class Sentence(Plain):
+class ScalarOutput(Plain):
     def forward(self, ids: Tensor) -> Tensor:
         return self.table(ids).mean()
 
@@ -216,12 +216,15 @@ class Sentence(Plain):
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
-        (Picky, ["Picky returns no logits", "the moon is in the wrong place", __file__]),
-        (Library, ["Library raises an exception", "pip install no_such_library", __file__]),
-        (Sentence, ["model(ids)", "the model returned []", "forward=lambda model, ids"]),
+        (Raising, ["Raising returns no logits", "the moon is in the wrong place", __file__]),
+        (
+            MissingLibrary,
+            ["MissingLibrary raises an exception", "pip install no_such_library", __file__],
+        ),
+        (ScalarOutput, ["model(ids)", "the model returned []", "forward=lambda model, ids"]),
     ],
 )
-def test_a_model_without_logits_raises(cls: Callable[[], Plain], words: list[str]) -> None:
+def test_a_model_without_logits_raises_an_error(cls: Callable[[], Plain], words: list[str]) -> None:
     model = cls().train()
     with pytest.raises(AdaptError) as caught:
         find_signature(model, IDS)
@@ -230,7 +233,7 @@ def test_a_model_without_logits_raises(cls: Callable[[], Plain], words: list[str
     assert model.training
 
 
-# Which models are accepted.
+# Accepted models
 
 
 class Model(nn.Linear):
@@ -276,7 +279,7 @@ def test_check_model_accepts_models() -> None:
     check_model(Model().half())
 
 
-def test_logits_that_have_to_be_asked_for() -> None:
+def test_a_flag_that_requests_logits_is_set() -> None:
     class Model(nn.Module):
         def forward(self, ids: Tensor, get_logits: bool = False) -> dict[str, Tensor | None]:
             return {"logits": LOGITS[:, : ids.shape[1]] if get_logits else None}
@@ -285,7 +288,7 @@ def test_logits_that_have_to_be_asked_for() -> None:
     assert torch.equal(find_signature(model, IDS)(model, IDS), LOGITS)
 
 
-def test_caches_that_are_read_although_they_are_optional() -> None:
+def test_optional_caches_that_are_read_are_passed() -> None:
     class Cached(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -310,7 +313,7 @@ def test_an_optional_padding_mask_is_passed_only_if_it_is_read(needed: bool) -> 
     assert torch.equal(signature(Masked(), IDS), LOGITS)
 
 
-def test_caches_are_not_passed_to_a_model_that_needs_none() -> None:
+def test_caches_are_not_passed_to_a_model_that_does_not_need_them() -> None:
     class Cached(nn.Module):
         def forward(self, ids: Tensor, kv_caches: list[Any] | None = None) -> Tensor:
             assert kv_caches is None
@@ -324,7 +327,7 @@ def test_caches_are_not_passed_to_a_model_that_needs_none() -> None:
     ["1 - mask", "~mask", "text", "flag", "padding", "already causal", "wrong", "reversed"],
 )
 def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(kind: str) -> None:
-    """The mean of the tokens that are not hidden stands for attention."""
+    """Instead of attention, the model computes the mean of the visible tokens."""
     seen = torch.ones(5, 5).tril()
 
     class Model(nn.Module):
@@ -363,13 +366,13 @@ def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(ki
             return self.mean(ids, seen if mask is None else mask)
 
     class Wrong(Model):
-        """A mask of its own, by which each token attends to one later token."""
+        """By its own mask, each token attends to one later token."""
 
         def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
             return self.mean(ids, torch.ones(5, 5).tril(1) if mask is None else mask)
 
     class Reversed(Model):
-        """A mask of its own, by which each token attends to the later ones."""
+        """By its own mask, each token attends only to itself and later ones."""
 
         def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
             return self.mean(ids, torch.ones(5, 5).triu() if mask is None else mask)
@@ -387,7 +390,7 @@ def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(ki
     model = cls()
     signature = find_signature(model, IDS)
     assert signature.mask == mask
-    if kind == "already causal":  # the call, and a comparison with another last token
+    if kind == "already causal":  # the model is called once, and once with another last token
         assert model.calls == 3
     own = {"padding": torch.ones(5, 5), "wrong": torch.ones(5, 5).tril(1)}
     expected = {**own, "reversed": torch.ones(5, 5).triu()}.get(kind, seen)
@@ -395,8 +398,8 @@ def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(ki
 
 
 @pytest.mark.parametrize("width", [5, 8])
-def test_a_mask_of_full_length_is_refused_by_a_fused_kernel(width: int) -> None:
-    """The other kernels do not read the mask if `is_causal=True` is passed beside it."""
+def test_a_mask_of_fixed_length_is_refused_by_a_fused_kernel(width: int) -> None:
+    """The other kernels do not read the mask if `is_causal=True` is also passed."""
 
     class Encoder(nn.Module):
         def __init__(self) -> None:

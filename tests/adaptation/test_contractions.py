@@ -1,4 +1,4 @@
-"""Every form of matrix product: einsum with the letters found gives the same product."""
+"""For every form of matrix product, einsum with the detected letters yields the same product."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Wrapped(nn.Module):
 
 
 class Recorder(Interpreter):
-    """Runs a graph and records the value of every node."""
+    """Run a graph and record the value of every node."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module)
@@ -41,7 +41,7 @@ class Recorder(Interpreter):
 
 def found_in(function: Function, *shapes: tuple[int, ...]) -> list[tuple[Contraction, Recorder]]:
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    with warnings.catch_warnings(action="ignore"):  # of torch.export about itself
+    with warnings.catch_warnings(action="ignore"):  # torch.export warns about its own code
         program = torch.export.export(Wrapped(function), tuple(inputs)).run_decompositions({})
     recorder = Recorder(program.graph_module)
     recorder.run(*inputs)
@@ -83,7 +83,7 @@ PRODUCTS: list[tuple[str, Function, tuple[tuple[int, ...], ...]]] = [
 @pytest.mark.parametrize(
     ("function", "shapes"), [pytest.param(f, s, id=name) for name, f, s in PRODUCTS]
 )
-def test_einsum_with_the_letters_gives_the_same_product(
+def test_einsum_with_the_detected_letters_yields_the_same_product(
     function: Function, shapes: tuple[tuple[int, ...], ...]
 ) -> None:
     [(found, run)] = found_in(function, *shapes)
@@ -100,13 +100,13 @@ def test_einsum_with_the_letters_gives_the_same_product(
     ("function", "shapes"),
     [
         (torch.mul, ((3, 4), (3, 4))),
-        (lambda x, w: F.conv1d(x, w), ((2, 4, 7), (5, 4, 3))),  # several times at once
+        (lambda x, w: F.conv1d(x, w), ((2, 4, 7), (5, 4, 3))),  # reads several positions at once
         (lambda a, b: torch.einsum("ij,jk,kl->il", a, b, b), ((3, 4), (4, 4))),
         (lambda a, b: torch.einsum("ij->ji", a) + b.sum(), ((3, 4), (4, 4))),
         (lambda a, b: a + b, ((3, 4), (3, 4))),
     ],
 )
-def test_operations_that_are_not_products_of_two(
+def test_operations_that_are_not_products_of_two_tensors_are_not_detected(
     function: Function, shapes: tuple[tuple[int, ...], ...]
 ) -> None:
     assert found_in(function, *shapes) == []

@@ -1,4 +1,4 @@
-"""The tables in tests/adaptation/README.md match the catalogue, which covers every file."""
+"""The tables in tests/adaptation/README.md match the catalogue, which covers all files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.adaptation.coverage_table import README, with_tables
 
 def test_the_tables_are_up_to_date() -> None:
     text = README.read_text()
-    assert text == with_tables(text), "run: python -m tests.adaptation.coverage_table"
+    assert text == with_tables(text), "to update it: python -m tests.adaptation.coverage_table"
 
 
 def test_every_file_of_the_zoo_is_in_the_catalogue() -> None:
@@ -18,7 +18,7 @@ def test_every_file_of_the_zoo_is_in_the_catalogue() -> None:
     assert files == {model.file for model in [*MODELS.values(), *FOREIGN.values()]}
 
 
-def test_every_model_has_deviations() -> None:
+def test_every_model_has_mutations() -> None:
     assert set(MODELS) - {mutation.style for mutation in MUTATIONS} == set()
 
 

@@ -1,4 +1,4 @@
-"""Idioms that compute GPT-2's logits are proved compatible; the same with a fault are not."""
+"""Idioms that compute GPT-2's logits are proved compatible, and the same with a fault are not."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ pytestmark = pytest.mark.usefixtures("shared_reference")
 
 @pytest.fixture(scope="module")
 def tiny(make_checkpoint: MakeCheckpoint) -> Path:
-    """With as many layers as the models here, fewer than the others' checkpoint has."""
+    """A checkpoint with the idioms' number of layers, which is less than in the usual `tiny`."""
     return make_checkpoint(n_layer=L)
 
 
 @pytest.mark.parametrize("name", IDIOMS)
-def test_an_equal_model_is_proved(tiny: Path, name: str) -> None:
+def test_an_equivalent_model_is_proved(tiny: Path, name: str) -> None:
     model = built(name)
     adaptation = adapt(model, tiny)
     assert adaptation
-    assert error_of(model, L) < 1e-5  # measured independently, on other ids
+    assert error_of(model, L) < 1e-5  # an independent measurement, on other ids
 
 
 @pytest.mark.parametrize("name", ["LayerScaleOne", "Lora", "TokenTypesZero", "FrozenMask"])
@@ -61,7 +61,7 @@ def test_parameters_without_effect_are_reported(tiny: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["WeightNormEverywhere", "GainBesideNorm", "ShiftedPositions", "OutputPerHead"]
 )
-def test_the_map_loads_another_model_and_saves_it(tiny: Path, name: str) -> None:
+def test_the_map_can_load_and_save_another_instance(tiny: Path, name: str) -> None:
     name_map = adapt(built(name), tiny).name_map
     model = built(name)
     load_into(model, name_map, tiny)
@@ -72,7 +72,7 @@ def test_the_map_loads_another_model_and_saves_it(tiny: Path, name: str) -> None
         torch.testing.assert_close(tensor, stored, rtol=1e-6, atol=1e-6)
 
 
-# The same idioms with a fault.
+# The same idioms with a fault
 
 
 class AutocastOn(GPT):
@@ -160,7 +160,7 @@ FAULTS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_an_idiom_is_not_compatible(tiny: Path, name: str) -> None:
-    """Noise is added to parameters that have no effect while they are 0 or 1."""
+    """Noise is added to the parameters that have no effect while they are 0 or 1."""
     torch.manual_seed(0)
     model = FAULTS[name]()
     with torch.no_grad():
@@ -173,7 +173,9 @@ def test_a_fault_in_an_idiom_is_not_compatible(tiny: Path, name: str) -> None:
     assert not adaptation
 
 
-def test_a_model_that_ties_an_untied_head(make_checkpoint: MakeCheckpoint) -> None:
+def test_a_tied_model_of_an_untied_checkpoint_is_not_compatible(
+    make_checkpoint: MakeCheckpoint,
+) -> None:
     untied = make_checkpoint(tie_word_embeddings=False, n_layer=L)
     adaptation = adapt(built("AutocastOffBlocks"), untied)
     assert not adaptation

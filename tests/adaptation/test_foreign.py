@@ -1,4 +1,4 @@
-"""Language models that are not a GPT-2: findings, and the model keeps its own weights."""
+"""For language models that are not a GPT-2, findings are reported and the weights are kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.adaptation.catalogue import FOREIGN, ZOO
 from tests.adaptation.common import build
 
 
-def test_what_distinguishes_llama_is_reported_at_its_lines(tiny: Path) -> None:
+def test_the_differences_of_llama_are_reported_with_their_lines(tiny: Path) -> None:
     model = build(FOREIGN["llama"], ZOO / FOREIGN["llama"].file, tiny)
     adaptation = adapt(model, tiny)
     assert not adaptation
@@ -21,14 +21,16 @@ def test_what_distinguishes_llama_is_reported_at_its_lines(tiny: Path) -> None:
         assert found[code].severity == "breaks" and found[code].line is not None
 
 
-def test_what_distinguishes_an_encoder_is_reported(tiny: Path) -> None:
+def test_the_differences_of_an_encoder_are_reported(tiny: Path) -> None:
     model = build(FOREIGN["encoder"], ZOO / FOREIGN["encoder"].file, tiny)
     found = {finding.code: finding for finding in adapt(model, tiny).findings}
     for code in ("post_ln", "erf_gelu", "no_mask", "extra_projection", "eps_value"):
         assert found[code].severity == "breaks" and found[code].line is not None
 
 
-def test_what_is_added_to_values_and_to_the_stream_does_not_hide_the_rest(tiny: Path) -> None:
+def test_additions_to_values_and_to_the_residual_stream_do_not_hide_other_differences(
+    tiny: Path,
+) -> None:
     path = ZOO / FOREIGN["chat"].file
     findings = adapt(build(FOREIGN["chat"], path, tiny), tiny).findings
     text = path.read_text().splitlines()
@@ -63,5 +65,5 @@ def test_a_model_without_attention_keeps_its_weights(tiny: Path, name: str) -> N
     assert found.code == "no_attention" and found.line is not None
     for words in ("no attention", "not a GPT-2"):
         assert words in found.message
-    assert "Place(" not in found.message  # for a person, not for a debugger
+    assert "Place(" not in found.message  # no representation of internal objects
     assert all(value.equal(before[key]) for key, value in model.state_dict().items())

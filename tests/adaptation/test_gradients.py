@@ -21,7 +21,7 @@ RESIDUAL = "x = x + self.merge(heads.transpose(1, 2).flatten(2))"
 
 
 def edited(folder: Path, old: str, new: str) -> tuple[Path, Any]:
-    """A copy of tests/own_gpt2.py with one edit, and its class."""
+    """Write a copy of tests/own_gpt2.py with one edit, and return its path and its class."""
     text = OWN.read_text()
     assert text.count(old) == 1
     path = folder / "my_model.py"
@@ -36,7 +36,7 @@ def edited(folder: Path, old: str, new: str) -> tuple[Path, Any]:
 def test_a_detached_residual_is_reported_with_its_line(tiny: Path, tmp_path: Path) -> None:
     path, cls = edited(tmp_path, RESIDUAL, RESIDUAL.replace("x + ", "x.detach() + "))
     adaptation = adapt(cls(), tiny)
-    assert adaptation.compatible  # it computes the same logits
+    assert adaptation.compatible  # the logits are the same
     [found] = [f for f in adaptation.findings if f.code == "wrong_gradient"]
     assert found.severity == "limit" and found.file == str(path)
     assert found.source_line is not None and "detach" in found.source_line
@@ -54,26 +54,28 @@ def test_a_forward_pass_without_gradients_is_reported(tiny: Path, tmp_path: Path
     assert "does not require grad" in found.message
 
 
-def test_a_right_model_trains_rightly(tiny: Path) -> None:
+def test_a_correct_model_has_correct_gradients(tiny: Path) -> None:
     model = MyGPT2()
     adaptation = adapt(model, tiny)
     assert [f.code for f in adaptation.findings] == []
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-# What modules hold of the taps of a block in a few styles; all others have at least the logits.
-HELD = {
+# The taps of a block that are outputs of modules, in a few styles; all styles have the logits.
+MODULE_TAPS = {
     "mingpt": "ln_1 q k v probs heads attn resid_mid ln_2 fc act mlp out",
     "nano": "ln_1 q k v heads attn resid_mid ln_2 fc act mlp out",  # SDPA
     "megatron": "ln_1 probs heads attn resid_mid ln_2 fc act mlp out",  # q, k, v head by head
 }
 
 
-@pytest.mark.parametrize("style", HELD)
-def test_the_taps_that_modules_hold(tiny: Path, style: str) -> None:
+@pytest.mark.parametrize("style", MODULE_TAPS)
+def test_the_taps_that_are_outputs_of_modules_are_found(tiny: Path, style: str) -> None:
     found = adapted(style, tiny)
     names = [tap.name for tap in found.adaptation.taps]
-    assert [name.split(".")[2] for name in names if name.startswith("h.1.")] == HELD[style].split()
+    assert [name.split(".")[2] for name in names if name.startswith("h.1.")] == MODULE_TAPS[
+        style
+    ].split()
     assert {"embed", "ln_f", "logits"} <= set(names)
     ids = fresh_ids()
     states = trace(found.model.eval(), ids, found.adaptation.taps)
@@ -83,8 +85,8 @@ def test_the_taps_that_modules_hold(tiny: Path, style: str) -> None:
         assert torch.allclose(state, expected[name], atol=1e-4, rtol=1e-4), name
 
 
-def test_a_place_that_a_patch_does_not_reach_is_left_out(tiny: Path, tmp_path: Path) -> None:
-    """A module returns the right hidden state, but the model computes it once more."""
+def test_a_module_whose_output_is_not_used_is_not_a_tap(tiny: Path, tmp_path: Path) -> None:
+    """A module returns the right hidden state, but the model computes it a second time."""
     again = """y = heads.transpose(1, 2).flatten(2)
         self.merge(y)
         x = x + F.linear(y, self.merge.weight, self.merge.bias)"""

@@ -1,4 +1,4 @@
-"""Graphs of small functions: dependencies between nodes, and the values of pieces."""
+"""Graphs of small functions: dependencies between nodes, and measured formulas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 
 class Text(nn.Module):
-    """Token embeddings that are passed through a function: the smallest traceable model."""
+    """The smallest traceable model: token embeddings that are passed to a function."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_a_graph_records_dependence_on_ids_and_parameters() -> None:
 
 
 class Routed(nn.Module):
-    """Adds a term that is zero to the two rows that the ids and their positions choose."""
+    """Adds a zero term to the two rows that the ids and their positions select."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize("ids, dropped", [([1, 2, 5, 6], False), ([6, 6, 6], True)])
-def test_zero_terms_are_only_dropped_where_the_graph_runs_with_other_ids(
+def test_zero_terms_are_dropped_only_if_the_graph_runs_with_other_ids(
     ids: list[int], dropped: bool
 ) -> None:
     example = torch.tensor([ids])
@@ -100,11 +100,11 @@ def test_equal_operations_are_merged() -> None:
     assert sum("sin" in node.name for node in graph.nodes) == 1
 
 
-# Norms: the formula is found however the norm is written.
+# Norms: the formula is found for every way of writing the norm
 
 
 def sizes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean, and the variance over C."""
+    """Return the mean and the variance over C."""
     return x.mean(-1, keepdim=True), x.var(-1, keepdim=True, correction=0)
 
 
@@ -168,7 +168,7 @@ def test_two_norms_in_a_row_are_separate() -> None:
     assert norms_between(graph, start, start) == []
 
 
-# Linear maps: the element of a parameter that joins two channels.
+# Linear maps: the element of a parameter that connects two channels
 
 
 def map_of(function: Function) -> LinearMap | None:
@@ -179,7 +179,7 @@ def map_of(function: Function) -> LinearMap | None:
     return linear_map(graph, source, target)
 
 
-def test_a_linear_map_gives_the_position_of_every_weight() -> None:
+def test_a_linear_map_contains_the_index_of_every_weight() -> None:
     class Projected(Text):
         def __init__(self) -> None:
             super().__init__(lambda x, w: x)
@@ -205,16 +205,18 @@ def test_a_linear_map_gives_the_position_of_every_weight() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x, w: x.cumsum(1) * w.sum(),  # a token depends on the one before
+        lambda x, w: x.cumsum(1) * w.sum(),  # a token depends on the previous ones
         lambda x, w: (x * w).square(),
         lambda x, w: x * 0 + w,
     ],
 )
-def test_functions_that_are_not_linear_for_each_token(function: Function) -> None:
+def test_functions_that_are_not_linear_for_each_token_have_no_linear_map(
+    function: Function,
+) -> None:
     assert map_of(function) is None
 
 
-# Attention.
+# Attention
 
 
 def causal(T: int) -> Tensor:

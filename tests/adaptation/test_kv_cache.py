@@ -1,4 +1,4 @@
-"""The KV cache of a user's model: a right one is proved, and a wrong one is named and repaired."""
+"""A model's own KV cache: a correct one is proved, and a wrong one is reported and repaired."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("shared_reference")
 
 RETURNED = (Path(__file__).parent / "zoo/cached.py").read_text()
 START = "start = 0 if cache is None else cache[0][0].shape[2]"
-# The modules keep their keys and values, and the model the number of cached ids.
-KEPT = """
+# The modules store their keys and values, and the model counts the ids in the cache.
+STORED = """
 import torch
 from torch import nn
 
@@ -90,14 +90,14 @@ EXPLICIT = EXPLICIT.replace(START, "start = 0").replace(
     "position = torch.arange(idx.shape[1]) if position_ids is None else position_ids[0]",
 )
 assert EXPLICIT.count("position_ids") == 3
-# The caller joins the caches, as in the first code of GPT-2.
+# The caller concatenates the caches, as in the original code of GPT-2.
 ONLY_NEW = RETURNED.replace(
     "        if cache is not None:\n            k =",
     "        new = k, v\n        if cache is not None:\n            k =",
 ).replace("self.o_proj(out), (k, v)", "self.o_proj(out), new")
 assert ONLY_NEW.count("new\n") == 1
-RIGHT = {
-    "returned": RETURNED, "kept": KEPT, "explicit positions": EXPLICIT, "only new": ONLY_NEW,
+CORRECT = {
+    "returned": RETURNED, "kept": STORED, "explicit positions": EXPLICIT, "only new": ONLY_NEW,
 }  # fmt: skip
 
 SCORES = """        mask = torch.ones(T, k.shape[2], dtype=torch.bool).tril(k.shape[2] - T)
@@ -108,7 +108,7 @@ FUSED = """        y = nn.functional.scaled_dot_product_attention(q, k, v, is_ca
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 """
 
-# A model, an edit, what the finding says, and its line.
+# A model, the old and the new text of an edit, and part of the finding's message.
 WRONG = {
     "positions restart": (RETURNED, START, "start = 0", "gets position 0 instead of 10"),
     "one too far": (RETURNED, START, f"{START} + 1", "gets position 11 instead of 10"),
@@ -118,9 +118,11 @@ WRONG = {
         "if cache is not None:\n            cache = cache[0][:, :, 1:], cache[1][:, :, 1:]\n",
         "does not attend to the one at 0",
     ),
-    "not counted": (KEPT, "self.current += T", "pass", "gets position 0 instead of 10"),
-    "causal step": (KEPT, SCORES, FUSED, "attend to the first cached key alone"),
-    "not used": (KEPT, "if self.cache_k is not None", "if False", "does not attend to any of them"),
+    "not counted": (STORED, "self.current += T", "pass", "gets position 0 instead of 10"),
+    "not used": (
+        STORED, "if self.cache_k is not None", "if False", "does not attend to any of them"
+    ),
+    "causal step": (STORED, SCORES, FUSED, "attend to the first cached key alone"),
 }  # fmt: skip
 
 
@@ -135,27 +137,29 @@ def target(tmp_path: Path, text: str) -> Target:
     return Target(f"{path}:{'KeptGPT' if 'KeptGPT' in text else 'CachedGPT'}")
 
 
-def about_the_cache(adaptation: Adaptation) -> list[Finding]:
+def cache_findings(adaptation: Adaptation) -> list[Finding]:
     return [
         f for f in adaptation.findings
         if f.code.startswith("kv_cache") or (f.code == "not_compared" and "KV cache" in f.message)
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", RIGHT)
-def test_a_right_cache_is_proved(tmp_path: Path, small: Checkpoint, kind: str) -> None:
-    adaptation = target(tmp_path, RIGHT[kind]).adapt(small, {})
+@pytest.mark.parametrize("kind", CORRECT)
+def test_a_correct_cache_is_proved(tmp_path: Path, small: Checkpoint, kind: str) -> None:
+    adaptation = target(tmp_path, CORRECT[kind]).adapt(small, {})
     assert adaptation.compatible
-    assert about_the_cache(adaptation) == []
+    assert cache_findings(adaptation) == []
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_cache_is_named(tmp_path: Path, small: Checkpoint, kind: str) -> None:
+def test_a_wrong_cache_is_reported_with_its_cause(
+    tmp_path: Path, small: Checkpoint, kind: str
+) -> None:
     text, old, new, expected_text = WRONG[kind]
     assert text.count(old) == 1
     adaptation = target(tmp_path, text.replace(old, new)).adapt(small, {})
     assert not adaptation.compatible
-    [found] = about_the_cache(adaptation)
+    [found] = cache_findings(adaptation)
     assert (found.code, found.severity) == ("kv_cache", "breaks")
     assert expected_text in found.message
     assert found.file is not None and found.line is not None
@@ -163,70 +167,75 @@ def test_a_wrong_cache_is_named(tmp_path: Path, small: Checkpoint, kind: str) ->
         assert "position" in str(found.source_line)
 
 
-def test_an_unknown_fault_is_a_limit(tmp_path: Path, small: Checkpoint) -> None:
+def test_a_cache_that_is_wrong_for_an_unknown_reason_is_a_limit(
+    tmp_path: Path, small: Checkpoint
+) -> None:
     text = RETURNED.replace("torch.cat([cache[0], k], dim=2)", "torch.cat([k, cache[0]], dim=2)")
-    [found] = about_the_cache(target(tmp_path, text).adapt(small, {}))
+    [found] = cache_findings(target(tmp_path, text).adapt(small, {}))
     assert (found.code, found.severity) == ("kv_cache", "limit")
     assert "for a reason that compat does not know" in found.message
 
 
-def test_a_cache_without_a_mask_after_the_first_call(tmp_path: Path, small: Checkpoint) -> None:
-    """Steps of one id need no mask; those of several ids do."""
+def test_a_cache_without_a_mask_for_later_calls_is_a_limit(
+    tmp_path: Path, small: Checkpoint
+) -> None:
+    """Later calls with one id need no mask, but those with several ids do."""
     mask = "mask = torch.ones(T, k.shape[2], dtype=torch.bool).tril(k.shape[2] - T)"
-    assert KEPT.count(mask) == 1
-    text = KEPT.replace(mask, f"{mask} if k.shape[2] == T else torch.tensor(True)")
+    assert STORED.count(mask) == 1
+    text = STORED.replace(mask, f"{mask} if k.shape[2] == T else torch.tensor(True)")
     adaptation = target(tmp_path, text).adapt(small, {})
     assert adaptation.compatible
-    [found] = about_the_cache(adaptation)
+    [found] = cache_findings(adaptation)
     assert (found.code, found.severity) == ("kv_cache_chunk", "limit")
     assert "for one new id at a time, but not for 3 at once" in found.message
 
 
 @pytest.mark.parametrize("kind", ["returned", "kept"])
-def test_the_cache_of_a_model_that_is_not_a_gpt2(
+def test_the_cache_of_another_model_is_compared_with_its_own_logits(
     tmp_path: Path, small: Checkpoint, kind: str
 ) -> None:
-    """Steps are compared with the model's own logits."""
-    text = RIGHT[kind].replace('approximate="tanh"', 'approximate="none"')
+    text = CORRECT[kind].replace('approximate="tanh"', 'approximate="none"')
     adaptation = target(tmp_path, text).adapt(small, {})
     assert [f.code for f in adaptation.findings if f.severity == "breaks"] == ["erf_gelu"]
-    assert about_the_cache(adaptation) == []
+    assert cache_findings(adaptation) == []
     old, new = (START, "start = 0") if kind == "returned" else ("self.current += T", "pass")
     assert text.count(old) == 1
-    [found] = about_the_cache(target(tmp_path, text.replace(old, new)).adapt(small, {}))
+    [found] = cache_findings(target(tmp_path, text.replace(old, new)).adapt(small, {}))
     assert (found.code, found.severity) == ("kv_cache", "limit")
     assert "differ from those of the whole sequence" in found.message
 
 
-def test_positions_that_a_step_cannot_do_without(tmp_path: Path, small: Checkpoint) -> None:
-    right = EXPLICIT.replace("torch.arange(idx.shape[1]) if position_ids is None else ", "")
-    right = right.replace("position_ids[0]", "_positions(position_ids, idx, cache)")
-    right += """
+def test_positions_that_a_decode_step_requires_are_passed(
+    tmp_path: Path, small: Checkpoint
+) -> None:
+    text = EXPLICIT.replace("torch.arange(idx.shape[1]) if position_ids is None else ", "")
+    text = text.replace("position_ids[0]", "_positions(position_ids, idx, cache)")
+    text += """
 
 def _positions(position_ids, idx, cache):
     if position_ids is None and cache is not None:
         raise ValueError("a step needs positions")
     return torch.arange(idx.shape[1]) if position_ids is None else position_ids[0]
 """
-    adaptation = target(tmp_path, right).adapt(small, {})
-    assert adaptation.compatible and about_the_cache(adaptation) == []
+    adaptation = target(tmp_path, text).adapt(small, {})
+    assert adaptation.compatible and cache_findings(adaptation) == []
 
 
 def test_a_cache_that_raises_is_reported(tmp_path: Path, small: Checkpoint) -> None:
     text = RETURNED.replace("torch.cat([cache[0], k], dim=2)", "torch.cat([cache[0], k], dim=1)")
-    [found] = about_the_cache(target(tmp_path, text).adapt(small, {}))
+    [found] = cache_findings(target(tmp_path, text).adapt(small, {}))
     assert (found.code, found.severity) == ("not_compared", "limit")
     assert "was not compared: RuntimeError" in found.message
 
 
 @pytest.mark.parametrize("kind", ["positions restart", "one too far", "one too few"])
-def test_a_cache_off_by_one_is_repaired(tmp_path: Path, small: Checkpoint, kind: str) -> None:
+def test_a_wrong_start_position_is_repaired(tmp_path: Path, small: Checkpoint, kind: str) -> None:
     text, old, new, _ = WRONG[kind]
-    repaired = Search(
+    repair = Search(
         target(tmp_path, text.replace(old, new)), small, GPT2Config(), unsafe=False
     ).run()
-    assert repaired is not None and repaired.fixed == ["kv_cache"]
-    [changed] = [line for line in repaired.diff.splitlines() if line.startswith("+ ")]
+    assert repair is not None and repair.fixed == ["kv_cache"]
+    [changed] = [line for line in repair.diff.splitlines() if line.startswith("+ ")]
     assert changed.strip("+ ") in (START, START.replace("[2]", "[-2]"))
 
 
@@ -235,9 +244,9 @@ def test_a_causal_mask_of_steps_is_named_at_its_line_and_repaired(
     tmp_path: Path, small: Checkpoint, gelu: str
 ) -> None:
     """This cause is found by running the model's own code, which need not be a GPT-2."""
-    text = KEPT.replace(SCORES, FUSED).replace('approximate="tanh"', f'approximate="{gelu}"')
+    text = STORED.replace(SCORES, FUSED).replace('approximate="tanh"', f'approximate="{gelu}"')
     own = target(tmp_path, text)
-    [found] = about_the_cache(own.adapt(small, {}))
+    [found] = cache_findings(own.adapt(small, {}))
     assert found.severity == "breaks" and "is_causal=True" in (found.source_line or "")
     if gelu == "tanh":
         repaired = Search(own, small, GPT2Config(), unsafe=False).run()
@@ -245,13 +254,13 @@ def test_a_causal_mask_of_steps_is_named_at_its_line_and_repaired(
         assert "is_causal=q.shape[-2] == k.shape[-2])" in repaired.diff
 
 
-def test_positions_without_a_start_are_repaired(tmp_path: Path, small: Checkpoint) -> None:
+def test_a_missing_start_position_is_added(tmp_path: Path, small: Checkpoint) -> None:
     text = RETURNED.replace(f"        {START}\n", "").replace(
         "torch.arange(start, start + idx.shape[1], device=idx.device)",
         "torch.arange(idx.shape[1], device=idx.device)",
     )
-    repaired = Search(target(tmp_path, text), small, GPT2Config(), unsafe=False).run()
-    assert repaired is not None
+    repair = Search(target(tmp_path, text), small, GPT2Config(), unsafe=False).run()
+    assert repair is not None
     new = "past = 0 if cache is None else cache[0][0].shape[-2]"
-    assert f"+        {new}\n" in repaired.diff
-    assert "torch.arange(past, past + idx.shape[1], device=idx.device)" in repaired.diff
+    assert f"+        {new}\n" in repair.diff
+    assert "torch.arange(past, past + idx.shape[1], device=idx.device)" in repair.diff

@@ -1,4 +1,4 @@
-"""Mistakes in a learner's file are named at their lines, and the correct file is proved."""
+"""Mistakes in a learner's file are reported at their lines, and the correct file is proved."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ HEAD = "        self.head = nn"
 PREVIOUS = "torch.cat([torch.zeros_like({0}[:, :1]), {0}[:, :-1]], dim=1)"
 GELU = 'F.gelu(self.up(x), approximate="tanh")'
 
-# The edits, the code, and the text of the line that is named.
+# The edits, the code, and part of the line that the finding names.
 MISTAKES: dict[str, tuple[Edits, str, str]] = {
     "the keys of the tokens before": (
         [
@@ -551,7 +551,7 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "torch.softmax(",
     ),
 }
-# Whose numbers are computed by the model's own operations, to confirm the finding.
+# Mistakes whose finding is confirmed with the model's own operations.
 BY_OWN_OPERATIONS = [
     "half of a branch", "half of a shortcut", "the mean of all blocks", "positions in every block",
     "a convolution before q, k and v", "gated heads", "mixed heads", "scores of an earlier layer",
@@ -607,6 +607,7 @@ EQUAL["ids (T, B) and a mask"] = TIME_FIRST
 
 
 def adapted(source: Path, tmp_path: Path, edits: Edits) -> Adaptation:
+    """Return the result of `adapt` for the learner's file after the edits."""
     text = GPT
     for old, new in edits:
         assert old in text, old
@@ -616,17 +617,18 @@ def adapted(source: Path, tmp_path: Path, edits: Edits) -> Adaptation:
     return Target(f"{file}:GPT").adapt(open_checkpoint(source), {})
 
 
-def only(adaptation: Adaptation, code: str) -> Finding:
+def only_finding(adaptation: Adaptation, code: str) -> Finding:
+    """Return the only finding with this code."""
     [found] = [finding for finding in adaptation.findings if finding.code == code]
     return found
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named_at_its_line(tiny: Path, tmp_path: Path, name: str) -> None:
+def test_a_mistake_is_reported_at_its_line(tiny: Path, tmp_path: Path, name: str) -> None:
     edits, code, line = MISTAKES[name]
     adaptation = adapted(tiny, tmp_path, edits)
     assert not adaptation
-    found = only(adaptation, code)
+    found = only_finding(adaptation, code)
     assert found.severity == "breaks" and line in (found.source_line or "")
     consequences = {"random_parameters", "no_final_ln", "erf_gelu", "inner_dim"}
     if name == "attention without a projection, a residual or an MLP":
@@ -640,21 +642,21 @@ def test_a_mistake_is_named_at_its_line(tiny: Path, tmp_path: Path, name: str) -
         assert found.evidence.startswith("confirmed")
 
 
-def test_the_scale_beside_a_mask_with_another_value(tiny: Path, tmp_path: Path) -> None:
+def test_a_wrong_scale_is_reported_beside_a_wrong_mask_value(tiny: Path, tmp_path: Path) -> None:
     edits = [('float("-inf")', "-0.5"), ("self.head_dim ** 0.5", "self.head_dim")]
     adaptation = adapted(tiny, tmp_path, edits)
-    found = [only(adaptation, code) for code in ("mask_value", "wrong_scale")]
+    found = [only_finding(adaptation, code) for code in ("mask_value", "wrong_scale")]
     assert "set to -0.5," in found[0].message
     assert all(finding.evidence.startswith("confirmed") for finding in found)
     assert len(adaptation.deviations) == 2
 
 
-def test_a_mask_that_multiplies_the_scores(tiny: Path, tmp_path: Path) -> None:
+def test_a_mask_that_multiplies_the_scores_is_reported(tiny: Path, tmp_path: Path) -> None:
     masked = "scores.masked_fill(self.mask[:T, :T].bool(), float("
     edits = [(f'{masked}"-inf"))', "scores * (1 - self.mask[:T, :T])")]
     adaptation = adapted(tiny, tmp_path, edits)
     assert [f.code for f in adaptation.deviations] == ["mask_value"]
-    found = only(adaptation, "mask_value")
+    found = only_finding(adaptation, "mask_value")
     assert "set to 0," in found.message and "scores * (1 - " in (found.source_line or "")
 
 
@@ -666,7 +668,7 @@ def test_a_mask_that_multiplies_the_scores(tiny: Path, tmp_path: Path) -> None:
         "torch.stack([y + t for y in x.unflatten(-1, (-1, 2)).unbind(-1)], dim=-1).flatten(-2)",
     ],
 )
-def test_fixed_positions_that_are_added_to_parts_of_the_channels(
+def test_fixed_positions_that_are_added_to_parts_of_the_channels_are_reported(
     tiny: Path, tmp_path: Path, added: str
 ) -> None:
     edits = [
@@ -675,23 +677,23 @@ def test_fixed_positions_that_are_added_to_parts_of_the_channels(
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, edits)
     assert [f.code for f in adaptation.deviations] == ["sinusoidal_pos"]
-    assert only(adaptation, "sinusoidal_pos").evidence.startswith("confirmed")
+    assert only_finding(adaptation, "sinusoidal_pos").evidence.startswith("confirmed")
 
 
-def test_fixed_positions_that_are_added_in_place(tiny: Path, tmp_path: Path) -> None:
+def test_fixed_positions_that_are_added_in_place_are_reported(tiny: Path, tmp_path: Path) -> None:
     edits = [
         (" + self.pos_emb(torch.arange(T, device=ids.device))\n",
          ".clone()\n        t = torch.sin(torch.arange(T))[:, None]\n"
          "        even = torch.arange(x.shape[-1]) % 2 == 0\n"
          "        x[..., even] += t\n        x[..., ~even] -= t\n"),
     ]  # fmt: skip
-    found = only(adapted(tiny, tmp_path, edits), "sinusoidal_pos")
+    found = only_finding(adapted(tiny, tmp_path, edits), "sinusoidal_pos")
     assert found.evidence.startswith("confirmed") and "+= t" in (found.source_line or "")
 
 
 @pytest.mark.parametrize("end", ["", "tanh"])
-def test_residual_sums_that_are_changed(tiny: Path, tmp_path: Path, end: str) -> None:
-    """Also by a single operation."""
+def test_a_change_of_the_residual_sums_is_reported(tiny: Path, tmp_path: Path, end: str) -> None:
+    """A change that is not a factor, such as tanh, is unexplained."""
     line = "        x = x + shortcut\n"
     divided, other = "        x = (x + shortcut) / 2\n", "        x = torch.tanh(x + shortcut)\n"
     adaptation = adapted(tiny, tmp_path, [(line, other if end else divided)])
@@ -700,7 +702,7 @@ def test_residual_sums_that_are_changed(tiny: Path, tmp_path: Path, end: str) ->
     assert found.evidence.startswith("confirmed")
 
 
-def test_one_norm_for_attention_and_the_mlp_in_parallel(tiny: Path, tmp_path: Path) -> None:
+def test_a_parallel_block_with_one_norm_is_reported(tiny: Path, tmp_path: Path) -> None:
     edits = [
         (BLOCK, "    def forward(self, x):\n        h = self.norm1(x)\n"
          "        return x + self.att(h) + self.ff(h)\n\n"
@@ -708,12 +710,12 @@ def test_one_norm_for_attention_and_the_mlp_in_parallel(tiny: Path, tmp_path: Pa
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"parallel_block", "shared_parameters"}
-    assert only(adaptation, "parallel_block").evidence.startswith("confirmed")
+    assert only_finding(adaptation, "parallel_block").evidence.startswith("confirmed")
 
 
 @pytest.mark.parametrize("window", [0, 4])
-def test_flex_attention(tiny: Path, tmp_path: Path, window: int) -> None:
-    """It is traced in plain operations, with the functions of the user's code."""
+def test_flex_attention_is_recognised(tiny: Path, tmp_path: Path, window: int) -> None:
+    """It is traced as plain operations, together with the user's own mask function."""
     start = GPT.index("        scores = queries")
     attention = GPT[start : GPT.index("        out = (weights")]
     seen = "i >= j" if not window else f"(i >= j) & (i - j < {window})"
@@ -729,16 +731,16 @@ def test_flex_attention(tiny: Path, tmp_path: Path, window: int) -> None:
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_without_a_mistake_the_file_is_proved(tiny: Path, tmp_path: Path, name: str) -> None:
+def test_a_file_without_a_mistake_is_proved(tiny: Path, tmp_path: Path, name: str) -> None:
     adaptation = adapted(tiny, tmp_path, EQUAL[name])
     assert adaptation, [(f.code, f.message) for f in adaptation.findings]
     if name == "two data types":
-        found = only(adaptation, "mixed_types")
+        found = only_finding(adaptation, "mixed_types")
         assert found.severity == "limit" and "float64 (head.weight)" in found.message
 
 
-def test_heads_of_which_there_are_none_change_nothing(tiny: Path, tmp_path: Path) -> None:
-    """As with heads of two kinds in a model that has only one of them."""
+def test_an_empty_group_of_heads_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+    """Code for two kinds of heads can build a model that has only one of them."""
     edits = [
         ("        scores = queries", "        none = queries[:, :0] @ keys[:, :0].mT\n"
          "        none = none.softmax(-1) @ values[:, :0]\n        scores = queries"),
@@ -747,7 +749,9 @@ def test_heads_of_which_there_are_none_change_nothing(tiny: Path, tmp_path: Path
     assert adapted(tiny, tmp_path, edits)
 
 
-def test_the_activation_of_an_mlp_with_more_projections(tiny: Path, tmp_path: Path) -> None:
+def test_the_activation_of_an_mlp_with_three_projections_is_reported(
+    tiny: Path, tmp_path: Path
+) -> None:
     edits = [
         ("        self.up", "        self.mid = nn.Linear(4 * dim, 4 * dim)\n        self.up"),
         (f"self.down({GELU})", "self.down(F.relu(self.mid(F.relu(self.up(x)))))"),
@@ -756,7 +760,9 @@ def test_the_activation_of_an_mlp_with_more_projections(tiny: Path, tmp_path: Pa
     assert codes == {"relu", "extra_projection", "random_parameters"}
 
 
-def test_the_mask_argument_of_a_model_without_a_head(tiny: Path, tmp_path: Path) -> None:
+def test_the_mask_argument_of_a_model_without_a_head_is_reported(
+    tiny: Path, tmp_path: Path
+) -> None:
     edits = [
         ("return self.head(x)", "return x"),
         ("def forward(self, ids)", "def forward(self, ids, mask=None)"),
@@ -769,27 +775,27 @@ def test_the_mask_argument_of_a_model_without_a_head(tiny: Path, tmp_path: Path)
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"no_head"}
-    assert only(adaptation, "mask_argument").severity == "limit"
+    assert only_finding(adaptation, "mask_argument").severity == "limit"
 
 
-def test_a_mask_that_is_not_used_by_a_model_with_ids_time_first(tiny: Path, tmp_path: Path) -> None:
+def test_a_time_first_model_that_ignores_its_mask_is_reported(tiny: Path, tmp_path: Path) -> None:
     adaptation = adapted(tiny, tmp_path, [*TIME_FIRST, ("blocks(x, src_mask)", "blocks(x)")])
     assert {f.code for f in adaptation.deviations} == {"no_mask"}
 
 
-def test_a_model_with_an_unknown_part_keeps_its_weights_and_gets_the_other_findings(
+def test_a_model_with_an_unknown_part_keeps_its_weights_and_has_the_other_findings(
     tiny: Path, tmp_path: Path
 ) -> None:
     edits, code, _ = MISTAKES["no query projection"]
     adaptation = adapted(tiny, tmp_path, [*edits, (GELU, "F.gelu(self.up(x))")])
     assert adaptation.parity is None and len(adaptation.unmatched) == adaptation.tensors
     assert adaptation.findings[0].code == code
-    assert "exact (erf) GELU" in only(adaptation, "erf_gelu").message
+    assert "exact (erf) GELU" in only_finding(adaptation, "erf_gelu").message
     assert "does not know a part" in adaptation.why_unchecked
 
 
 def test_the_only_norm_before_the_head_is_the_final_one(tiny: Path, tmp_path: Path) -> None:
-    """Although the norm of attention is applied after the sum, and the MLP has none."""
+    """The norm of attention is applied after the sum, and the MLP has no norm."""
     edits = [
         ("        x = self.norm1(x)\n        x = self.att(x)\n        x = x + shortcut\n",
          "        x = self.norm1(self.att(x) + shortcut)\n"),
@@ -808,13 +814,13 @@ def test_the_rest_of_a_model_with_attention_over_the_batch_is_examined(
     adaptation = adapted(tiny, tmp_path, [*edits, (GELU, "F.gelu(self.up(x))")])
     assert {f.code for f in adaptation.deviations} == {code, "no_mask", "erf_gelu"}
     assert adaptation.parity is not None and not adaptation.unmatched
-    right = [(old, new.replace("heads)", "heads, batch_first=True)")) for old, new in edits]
-    assert {f.code for f in adapted(tiny, tmp_path, right).deviations} == {"no_mask"}
+    corrected = [(old, new.replace("heads)", "heads, batch_first=True)")) for old, new in edits]
+    assert {f.code for f in adapted(tiny, tmp_path, corrected).deviations} == {"no_mask"}
 
 
 @pytest.mark.parametrize("memory", ["x", "torch.zeros_like(x)", "torch.zeros(B, 1, x.size(2))"])
 def test_cross_attention_is_one_deviation(tiny: Path, tmp_path: Path, memory: str) -> None:
-    """Also if it attends to zeros, so that its result is that of the biases."""
+    """This also holds if it attends to zeros, so that only its biases have an effect."""
     edits = [
         ("        self.blocks = nn.ModuleList(blocks)\n", DECODER),
         (f"{LOOP}            x = block(x)\n",
@@ -823,7 +829,7 @@ def test_cross_attention_is_one_deviation(tiny: Path, tmp_path: Path, memory: st
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"cross_attention"}
-    found = only(adaptation, "cross_attention")
+    found = only_finding(adaptation, "cross_attention")
     assert found.source_line and "TransformerDecoderLayer(" in found.source_line
     assert not adaptation.unmatched
     without = [
@@ -837,7 +843,7 @@ def test_cross_attention_is_one_deviation(tiny: Path, tmp_path: Path, memory: st
 def test_an_mlp_in_the_projection_of_attention_is_a_parallel_block(
     tiny: Path, tmp_path: Path
 ) -> None:
-    """As in PaLM and GPT-J, one projection of the normalized tensor for all inputs."""
+    """In PaLM and GPT-J, one projection of the normalized tensor computes all inputs."""
     lines = ("shortcut = x", "x = self.norm2(x)", "x = self.ff(x)", "x = x + shortcut")
     fused = [
         ("self.W_query = nn.Linear(dim, dim)", "self.fused = nn.Linear(dim, 7 * dim)"),
@@ -850,7 +856,7 @@ def test_an_mlp_in_the_projection_of_attention_is_a_parallel_block(
         ("".join(f"        {line}\n" for line in lines), ""),
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, fused)
-    assert "inner))" in (only(adaptation, "parallel_block").source_line or "")
+    assert "inner))" in (only_finding(adaptation, "parallel_block").source_line or "")
     assert {f.code for f in adaptation.deviations} == {"parallel_block", "erf_gelu"}
 
 
@@ -859,7 +865,7 @@ def test_the_rest_of_a_model_with_experts_is_examined(tiny: Path, tmp_path: Path
     bounded = [("        return self.head(x)", "        return self.head(x).tanh()")]
     adaptation = adapted(tiny, tmp_path, [*edits, *bounded])
     assert {f.code for f in adaptation.deviations} == {code, "erf_gelu", "changed_logits"}
-    assert "F.gelu(self.up_2(x))" in (only(adaptation, "erf_gelu").source_line or "")
+    assert "F.gelu(self.up_2(x))" in (only_finding(adaptation, "erf_gelu").source_line or "")
     assert {name.split(".")[2] for name in adaptation.unmatched} == {"mlp"}
 
 
@@ -872,14 +878,14 @@ def test_a_gate_from_the_same_projection_is_named(tiny: Path, tmp_path: Path, ga
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"gated_mlp", "inner_dim"}
-    found = only(adaptation, "gated_mlp")
+    found = only_finding(adaptation, "gated_mlp")
     assert found.tap == "h.0.act" and gated in (found.source_line or "")
     without = adapted(tiny, tmp_path, [*edits[:1], ("nn.Linear(4 * dim", "nn.Linear(8 * dim")])
     assert "gated_mlp" not in {f.code for f in without.findings}
 
 
 def test_deviations_before_a_random_parameter_are_reported(tiny: Path, tmp_path: Path) -> None:
-    """Half of the channels come from the token before, and the weighting comes after that."""
+    """Half of the channels come from the previous token; the weights are changed after that."""
     shift = [
         ("keys = self.W_key(x)", f"half = {PREVIOUS.format('x')}[..., : C // 2]\n"
          "        x = torch.cat([half, x[..., C // 2 :]], -1)\n        keys = self.W_key(x)"),
@@ -890,20 +896,20 @@ def test_deviations_before_a_random_parameter_are_reported(tiny: Path, tmp_path:
         ("weights = self.drop(weights)", "weights = self.drop(weights) * self.w[:, :T, :T]"),
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, [*shift, *weighting])
-    assert only(adaptation, "unexplained").tap == "h.0.q"
-    assert only(adaptation, "random_parameters").tap == "h.0.heads"
+    assert only_finding(adaptation, "unexplained").tap == "h.0.q"
+    assert only_finding(adaptation, "random_parameters").tap == "h.0.heads"
     alone = {f.code for f in adapted(tiny, tmp_path, weighting).findings}
     assert "random_parameters" in alone and not {"unexplained", "mask_after_softmax"} & alone
 
 
-def test_the_use_of_a_random_parameter_is_named_too(tiny: Path, tmp_path: Path) -> None:
+def test_the_line_that_uses_a_random_parameter_is_named_as_well(tiny: Path, tmp_path: Path) -> None:
     built, used = (
         "self.kinds = nn.Embedding(2, emb_dim)",
         "x = x + self.kinds(torch.zeros_like(ids))",
     )
     edits = [(LOOP, f"        {used}\n{LOOP}"), (HEAD, f"        {built}\n{HEAD}")]
     adaptation = adapted(tiny, tmp_path, edits)
-    found = only(adaptation, "random_parameters")
+    found = only_finding(adaptation, "random_parameters")
     [line] = [int(place.rpartition(":")[2]) for place in found.also]
     assert found.source_line == built and used in linecache.getline(str(found.file), line)
     assert found.message == "kinds.weight has no counterpart in GPT-2 and keeps its initial value"
@@ -923,7 +929,7 @@ def test_a_mask_that_is_a_parameter_is_not_reported(tiny: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("norm", ["", "self.final_norm"])
 @pytest.mark.parametrize("head", ["", "self.head"])
-def test_the_call_without_targets_is_examined_too(
+def test_the_call_without_targets_is_examined_as_well(
     tiny: Path, tmp_path: Path, head: str, norm: str
 ) -> None:
     forward, end = "forward(self, ids{})", "x = self.final_norm(x)\n        return self.head(x)\n"
@@ -940,11 +946,11 @@ def test_the_call_without_targets_is_examined_too(
     assert norm or line in (adaptation.deviations[-1].source_line or "")
 
 
-def test_every_place_of_a_deviation_is_named(tiny: Path, tmp_path: Path) -> None:
+def test_every_line_of_a_deviation_is_named(tiny: Path, tmp_path: Path) -> None:
     edits = [
         (f"LayerNorm({name})", f"nn.LayerNorm({name}, eps=1e-6)") for name in ("dim", "emb_dim")
     ]
-    found = only(adapted(tiny, tmp_path, edits), "eps_value")
+    found = only_finding(adapted(tiny, tmp_path, edits), "eps_value")
     lines = (tmp_path / "learner.py").read_text().splitlines()
     expected = [i for i, text in enumerate(lines, 1) if "eps=1e-6" in text]
     assert found.line == expected[0]
@@ -952,9 +958,7 @@ def test_every_place_of_a_deviation_is_named(tiny: Path, tmp_path: Path) -> None
     assert len(expected) == 3
 
 
-def test_the_default_and_the_computation_of_a_value_are_named_too(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_the_line_that_sets_a_value_is_named_as_well(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("def __init__(self, dim):\n        super().__init__()\n        self.scale",
          "def __init__(self, dim, eps=1e-6):\n        super().__init__()\n        self.eps = eps\n"
@@ -973,7 +977,7 @@ def test_the_default_and_the_computation_of_a_value_are_named_too(
         ("n_head_mismatch", "heads=3"),
     ):
         line = next(n for n, text in enumerate(lines, 1) if words in text)
-        assert f"{tmp_path / 'learner.py'}:{line}" in only(adaptation, code).also
+        assert f"{tmp_path / 'learner.py'}:{line}" in only_finding(adaptation, code).also
 
 
 SECOND_NORM = "        x = self.norm2(x)\n        x = self.ff(x)\n        x = x + shortcut\n"
@@ -1032,7 +1036,7 @@ RELATIVE = """        steps = torch.arange(T)[:, None] - torch.arange(T)
         table = torch.sin(steps[..., None] / (1 + torch.arange(self.head_dim)))
         relative = torch.einsum("bhtd,tsd->bhts", queries, table)
 """
-# The edits, the code, and words on lines that are named, the first or others.
+# The edits, the code, and parts of lines that the finding must name.
 LINES: dict[str, tuple[Edits, str, list[str]]] = {
     "an activation as an argument": (
         [
@@ -1114,7 +1118,7 @@ LINES: dict[str, tuple[Edits, str, list[str]]] = {
         "missing_residual",
         ["self.ff(self.att("],
     ),
-    "a gate that is a linear layer of one's own": (
+    "a gate that is a custom linear layer": (
         [
             ("class FeedForward(", OWN_LINEAR.lstrip()),
             ("nn.Linear(dim, 4 * dim)", "Dense(dim, 4 * dim)"),
@@ -1188,7 +1192,7 @@ LINES: dict[str, tuple[Edits, str, list[str]]] = {
         "residual_weights",
         ["(x + shortcut) / 2"],
     ),
-    "an own linear layer around the gate": (
+    "a custom linear layer that contains the gate": (
         [
             ("class FeedForward(", GATE.lstrip()),
             ("nn.Linear(dim, 4 * dim)", "Gate(dim, 4 * dim)"),
@@ -1206,9 +1210,9 @@ LINES: dict[str, tuple[Edits, str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_the_lines_of_a_deviation(tiny: Path, tmp_path: Path, name: str) -> None:
+def test_the_lines_of_a_deviation_are_named(tiny: Path, tmp_path: Path, name: str) -> None:
     edits, code, words = LINES[name]
-    found = only(adapted(tiny, tmp_path, edits), code)
+    found = only_finding(adapted(tiny, tmp_path, edits), code)
     lines = (tmp_path / "learner.py").read_text().splitlines()
     named = [f"{found.file}:{found.line}", *found.also]
     texts = [lines[int(line.rpartition(":")[2]) - 1] for line in named]
@@ -1228,7 +1232,7 @@ def test_a_condition_on_an_id_is_named_beside_other_deviations(
         assert "the id 9 changes" in found["id_condition"].message
 
 
-def test_an_attention_that_is_called_again_is_not_a_layer(tiny: Path, tmp_path: Path) -> None:
+def test_a_second_call_of_attention_is_not_a_layer(tiny: Path, tmp_path: Path) -> None:
     adaptation = adapted(tiny, tmp_path, [("x = self.ff(x)", "x = self.att(x)")])
     codes = {f.code for f in adaptation.deviations}
     assert {"shared_parameters", "no_mlp"} <= codes and "n_layer_mismatch" not in codes
@@ -1255,14 +1259,14 @@ def test_missing_biases_are_a_deviation_of_a_gated_mlp_but_not_of_an_rmsnorm(
 def test_a_table_of_pairs_is_named_at_its_line(tiny: Path, tmp_path: Path) -> None:
     table = f"        self.pairs = nn.Embedding(vocab_size, vocab_size)\n{HEAD}"
     edits = [("        B, T = ids.shape\n", "        return self.pairs(ids)\n"), (HEAD, table)]
-    found = only(adapted(tiny, tmp_path, edits), "no_attention")
+    found = only_finding(adapted(tiny, tmp_path, edits), "no_attention")
     assert (found.source_line or "").strip() == "return self.pairs(ids)"
 
 
-def test_a_norm_with_one_weight_for_all_channels(tiny: Path, tmp_path: Path) -> None:
+def test_a_norm_with_one_weight_for_all_channels_is_reported(tiny: Path, tmp_path: Path) -> None:
     edits = [(f"torch.{kind}(dim))", f"torch.{kind}(1))") for kind in ("ones", "zeros")]
     adaptation = adapted(tiny, tmp_path, edits)
-    found = only(adaptation, "unexplained")
+    found = only_finding(adaptation, "unexplained")
     assert "h.{0…2}.ln_1.weight" in found.message and "has shape [1] and not [24]" in found.message
     assert (found.source_line or "").strip() == "self.norm1 = LayerNorm(dim)"
     target = Target(f"{tmp_path / 'learner.py'}:GPT")
@@ -1271,14 +1275,14 @@ def test_a_norm_with_one_weight_for_all_channels(tiny: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("eps", "found"), [(", eps=1e-6", "1e-06"), ("", "1.19e-07")])
-def test_the_eps_of_an_rmsnorm_is_a_deviation_of_its_own(
+def test_the_eps_of_an_rmsnorm_is_a_separate_deviation(
     tiny: Path, tmp_path: Path, eps: str, found: str
 ) -> None:
-    """Without one, torch uses the epsilon of float32."""
+    """The default of torch's RMSNorm is the machine epsilon of float32."""
     norms = [(f"LayerNorm({width})", f"nn.RMSNorm({width}{eps})") for width in ("dim", "emb_dim")]
     adaptation = adapted(tiny, tmp_path, norms)
     assert {f.code for f in adaptation.deviations} == {"rmsnorm", "eps_value"}
-    eps_value = only(adaptation, "eps_value")
+    eps_value = only_finding(adaptation, "eps_value")
     assert f"the norm's eps is {found}, but the checkpoint's is 1e-05" in eps_value.message
     assert "nn.RMSNorm(" in (eps_value.source_line or "")
     moved = {f.code: float(f.evidence.split(" by ")[1].split()[0]) for f in adaptation.deviations}
@@ -1301,7 +1305,7 @@ class GPT("""
 def test_a_rotation_of_all_heads_together_is_named(
     tiny: Path, tmp_path: Path, positions: str
 ) -> None:
-    """The reference cannot be changed in the same way, but the difference is not unexplained."""
+    """The reference cannot be changed in the same way, but the cause is known."""
     edits = [(f"{n} = self.W_{w}(x)", f"{n} = turned(self.W_{w}(x))") for n, w in QUERIES_AND_KEYS]
     edits += [("class GPT(", TURNED)]
     edits += (
@@ -1310,7 +1314,7 @@ def test_a_rotation_of_all_heads_together_is_named(
     adaptation = adapted(tiny, tmp_path, edits)
     missing = set() if positions == "wpe" else {"no_pos"}
     assert {f.code for f in adaptation.deviations} == {"rope"} | missing
-    assert "a * c" in (only(adaptation, "rope").source_line or "")
+    assert "a * c" in (only_finding(adaptation, "rope").source_line or "")
 
 
 @pytest.mark.parametrize("halves", ["both", "queries"])
@@ -1335,7 +1339,7 @@ def test_a_rotation_that_returns_pairs_of_channels_in_halves_is_named(
     found = {f.code for f in adaptation.deviations}
     assert (found == {"rope"}) is (halves == "both")
     if halves == "both":
-        rope = only(adaptation, "rope")
+        rope = only_finding(adaptation, "rope")
         assert "a * c" in (rope.source_line or "") and rope.evidence.startswith("confirmed")
 
 
@@ -1348,7 +1352,7 @@ def test_a_cast_inside_a_rotation_is_not_one_of_the_scores(tiny: Path, tmp_path:
     ]
     assert "attn_upcast" not in {f.code for f in adapted(tiny, tmp_path, edits).findings}
     edits.append(("torch.softmax(scores, dim=-1)", "torch.softmax(scores.float(), dim=-1)"))
-    found = only(adapted(tiny, tmp_path, edits), "attn_upcast")
+    found = only_finding(adapted(tiny, tmp_path, edits), "attn_upcast")
     assert found.message.startswith("the attention weights are computed in float32")
     assert "softmax" in (found.source_line or "")
 
@@ -1388,7 +1392,7 @@ def test_a_rotation_after_a_norm_of_the_queries_is_named(tiny: Path, tmp_path: P
     ]
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"qk_norm", "rope"}
-    assert "a * c" in (only(adaptation, "rope").source_line or "")
+    assert "a * c" in (only_finding(adaptation, "rope").source_line or "")
 
 
 @pytest.mark.parametrize("call", ["(x)", ".forward(x)"])
@@ -1400,23 +1404,25 @@ def test_the_lines_that_build_a_module_are_named(tiny: Path, tmp_path: Path, cal
         ),
         *((f"{name}(x)", f"{name}{call}") for name in ("self.norm1", "self.norm2", "final_norm")),
     ]
-    found = only(adapted(tiny, tmp_path, edits), "rmsnorm")
+    found = only_finding(adapted(tiny, tmp_path, edits), "rmsnorm")
     lines = (tmp_path / "learner.py").read_text().splitlines()
     built = [i for i, text in enumerate(lines, 1) if "= LayerNorm(" in text]
     assert {f"{tmp_path / 'learner.py'}:{line}" for line in built} <= set(found.also)
 
 
-def test_one_residual_around_all_attentions_is_that_of_the_last(tiny: Path, tmp_path: Path) -> None:
+def test_a_residual_connection_around_all_attentions_belongs_to_the_last(
+    tiny: Path, tmp_path: Path
+) -> None:
     loop = f"        start = x\n{LOOP}            x = block.att(x)\n        x = x + start\n"
     adaptation = adapted(tiny, tmp_path, [(f"{LOOP}            x = block(x)\n", loop)])
     assert {"missing_ln", "no_mlp"} <= {f.code for f in adaptation.deviations}
-    found = only(adaptation, "missing_residual")
+    found = only_finding(adaptation, "missing_residual")
     assert found.message.endswith("(only in h.0 and h.1)") and "block.att(x)" in str(
         found.source_line
     )
 
 
-def test_a_deviation_in_a_layer_too_many_breaks_parity(tiny: Path, tmp_path: Path) -> None:
+def test_a_deviation_in_an_extra_layer_is_reported(tiny: Path, tmp_path: Path) -> None:
     edits = [
         (GELU, 'F.gelu(self.up(x), approximate="none" if self.exact else "tanh")'),
         ("        self.up = nn", "        self.exact = False\n        self.up = nn"),
@@ -1424,12 +1430,12 @@ def test_a_deviation_in_a_layer_too_many_breaks_parity(tiny: Path, tmp_path: Pat
     ]
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"erf_gelu", "n_layer_mismatch"}
-    found = only(adaptation, "erf_gelu")
+    found = only_finding(adaptation, "erf_gelu")
     assert found.severity == "breaks" and "does not have" in found.evidence
 
 
 @pytest.mark.parametrize("positions", [True, False])
-def test_no_positions_before_or_after_a_projection(
+def test_positions_after_a_projection_of_the_embedding_are_recognised(
     tiny: Path, tmp_path: Path, positions: bool
 ) -> None:
     added = "self.pos_emb(torch.arange(T, device=ids.device))"
@@ -1444,7 +1450,7 @@ def test_no_positions_before_or_after_a_projection(
 
 
 @pytest.mark.parametrize("computed", [True, False])
-def test_attention_that_does_not_reach_the_logits(
+def test_attention_that_does_not_reach_the_logits_is_reported(
     tiny: Path, tmp_path: Path, computed: bool
 ) -> None:
     edits = [("return self.out_proj(out)", "return self.out_proj(x)")]
@@ -1457,15 +1463,15 @@ def test_attention_that_does_not_reach_the_logits(
         assert "torch.softmax(scores" in (found.source_line or "")
 
 
-def test_one_block_in_place_of_all(tiny: Path, tmp_path: Path) -> None:
-    """Also without an output projection, all blocks are named, and the line that builds them."""
+def test_all_uses_of_a_repeated_block_are_named(tiny: Path, tmp_path: Path) -> None:
+    """The line that builds them is named as well, even without an output projection."""
     edits = [
         ("for _ in range(n_layers)]", "] * n_layers"),
         ("return self.out_proj(out)", "return out"),
     ]
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"shared_parameters", "no_out_proj"}
-    found = only(adaptation, "shared_parameters")
+    found = only_finding(adaptation, "shared_parameters")
     assert "the blocks h.0, h.1 and h.2 share one set" in found.message
     lines = (tmp_path / "learner.py").read_text().splitlines()
     assert any("self.blocks = " in lines[int(p.rpartition(":")[2]) - 1] for p in found.also)
@@ -1487,7 +1493,7 @@ def test_rounded_probabilities_are_two_deviations(tiny: Path, tmp_path: Path) ->
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"softmax_output", "changed_logits"}
-    assert "torch.round" in (only(adaptation, "changed_logits").source_line or "")
+    assert "torch.round" in (only_finding(adaptation, "changed_logits").source_line or "")
 
 
 def test_layers_with_a_deviation_are_named_if_others_lack_it(tiny: Path, tmp_path: Path) -> None:
@@ -1499,12 +1505,12 @@ def test_layers_with_a_deviation_are_named_if_others_lack_it(tiny: Path, tmp_pat
             "        self.blocks[1].ff.exact = True\n        self.final_norm = L",
         ),
     ]
-    found = only(adapted(tiny, tmp_path, edits), "erf_gelu")
+    found = only_finding(adapted(tiny, tmp_path, edits), "erf_gelu")
     assert found.tap == "h.1.act" and found.message.endswith("(only in h.1)")
 
 
 @pytest.mark.parametrize("filename", ["<ipython-input-7-abc>", "/tmp/ipykernel_1/7.py"])
-def test_a_cell_of_a_live_notebook_is_named_by_its_number(
+def test_a_line_of_a_live_notebook_is_named_with_the_number_of_its_cell(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, filename: str
 ) -> None:
     shell = SimpleNamespace(compile=SimpleNamespace(_filename_map={filename: 5}))
@@ -1516,7 +1522,7 @@ def test_a_cell_of_a_live_notebook_is_named_by_its_number(
     exec(compile(text, filename, "exec"), cell)
     adaptation = adapt(cell["GPT"](97, 32, 24, 4, 3), tiny)
     for code, words in (("erf_gelu", "F.gelu(self.up(x))"), ("train_mode", "nn.Dropout(0.1)")):
-        found = only(adaptation, code)
+        found = only_finding(adaptation, code)
         assert words in (found.source_line or "")
         line = next(n for n, text in enumerate(lines, 1) if words in text)
         assert place(found.file or "", found.line) == f"In[5]:{line}"
@@ -1534,30 +1540,30 @@ def test_queries_that_are_summed_up_are_not_a_rotation(tiny: Path, tmp_path: Pat
 
 MASKED = '        scores = scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))\n'
 CAPPED = "        scores = 5 * torch.tanh(scores / 5)\n"
-OTHERS_OF_SCORES = {
+SCORE_DEVIATIONS = {
     "no_mask": (MASKED, ""),
     "wrong_scale": ("/ self.head_dim ** 0.5", "/ 2"),
     "softmax_dim": ("torch.softmax(scores, dim=-1)", "torch.softmax(scores, dim=-2)"),
     "changed_scores": (MASKED, CAPPED + MASKED),
     "scaled_probs": ("weights = self.drop(weights)", "weights = self.drop(weights) * 2"),
 }
-KEYS_BEFORE = "keys = " + PREVIOUS.format("keys.transpose(1, 2)") + ".transpose(1, 2)"
+PREVIOUS_KEYS = "keys = " + PREVIOUS.format("keys.transpose(1, 2)") + ".transpose(1, 2)"
 
 
-@pytest.mark.parametrize("other", OTHERS_OF_SCORES)
+@pytest.mark.parametrize("other", SCORE_DEVIATIONS)
 @pytest.mark.parametrize(
     ("code", "line"),
     [
         ("qk_norm", "queries, keys = F.layer_norm(queries, (8,)), F.layer_norm(keys, (8,))"),
-        ("time_shift", KEYS_BEFORE),
+        ("time_shift", PREVIOUS_KEYS),
     ],
 )
-def test_what_changes_the_keys_does_not_hide_another_deviation_of_the_scores(
+def test_a_change_of_the_keys_does_not_hide_another_deviation_of_the_scores(
     tiny: Path, tmp_path: Path, code: str, line: str, other: str
 ) -> None:
     scores = "        scores = queries @"
     line = line.replace("(8,)", "(self.head_dim,)")
-    edits = [(scores, f"        {line}\n{scores}"), OTHERS_OF_SCORES[other]]
+    edits = [(scores, f"        {line}\n{scores}"), SCORE_DEVIATIONS[other]]
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {code, other}
     assert all(f.evidence.startswith("confirmed") for f in adaptation.deviations)
@@ -1567,22 +1573,24 @@ def test_what_changes_the_keys_does_not_hide_another_deviation_of_the_scores(
 def test_a_cap_does_not_hide_another_deviation_of_the_scores(
     tiny: Path, tmp_path: Path, other: str
 ) -> None:
-    old, new = OTHERS_OF_SCORES[other]
+    old, new = SCORE_DEVIATIONS[other]
     edits = [(MASKED, CAPPED)] if other == "no_mask" else [(MASKED, CAPPED + MASKED), (old, new)]
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"changed_scores", other}
     assert all(f.evidence.startswith("confirmed") for f in adaptation.deviations)
 
 
-def test_parameters_that_the_class_lists_by_itself(tiny: Path, tmp_path: Path) -> None:
+def test_a_model_that_overrides_parameters_is_proved(tiny: Path, tmp_path: Path) -> None:
     method = "    def parameters(self):\n        return [*self.blocks.parameters()]\n\n"
     forward = "    def forward(self, ids):"
     assert adapted(tiny, tmp_path, [(forward, method + forward)]).compatible
 
 
 @pytest.mark.parametrize("fixed", [True, False])
-def test_positions_along_the_axis_of_the_batch(tiny: Path, tmp_path: Path, fixed: bool) -> None:
-    """As in code for ids (T, B) that is called with ids (B, T)."""
+def test_positions_along_the_axis_of_the_batch_are_reported(
+    tiny: Path, tmp_path: Path, fixed: bool
+) -> None:
+    """Code that expects ids (T, B) uses the wrong axis if it is called with ids (B, T)."""
     added = "self.pos_emb(torch.arange(T, device=ids.device))"
     table = "torch.arange(B)[:, None, None] + torch.linspace(0, 1, x.shape[-1])"
     if fixed:
@@ -1593,7 +1601,7 @@ def test_positions_along_the_axis_of_the_batch(tiny: Path, tmp_path: Path, fixed
     adaptation = adapted(tiny, tmp_path, edits)
     codes = {"position_ids", "sinusoidal_pos"} if fixed else {"position_ids"}
     assert {f.code for f in adaptation.deviations} == codes
-    found = only(adaptation, "position_ids")
+    found = only_finding(adaptation, "position_ids")
     assert "along the axis of the batch" in found.message
     assert found.evidence.startswith("confirmed") and "torch.arange(B)" in str(found.source_line)
 
@@ -1609,4 +1617,4 @@ def test_code_that_names_half_precision_is_examined(tiny: Path, tmp_path: Path) 
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"relu"}
     learners = [vars(m) for m in list(sys.modules.values()) if m.__name__.startswith("learner")]
-    assert "torch.bfloat16" in {str(names.get("DTYPE")) for names in learners}  # as before
+    assert "torch.bfloat16" in {str(names.get("DTYPE")) for names in learners}  # restored

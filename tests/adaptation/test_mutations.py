@@ -17,20 +17,20 @@ pytestmark = pytest.mark.usefixtures("shared_reference")
 
 @pytest.fixture(scope="module")
 def tiny(make_checkpoint: MakeCheckpoint) -> Path:
-    """Two layers are enough for a deviation in one of them."""
+    """Return a checkpoint with two layers, which suffice for a deviation in one of them."""
     return make_checkpoint(n_layer=2)
 
 
-# Deviations that the reference cannot be changed to reproduce, or that have nothing to reproduce.
+# Deviations that are not confirmed by a change of the reference.
 NOT_CONFIRMED = {
     "inner_dim", "head_width", "vocab_mismatch", "n_layer_mismatch", "random_parameters",
     "dropout_always_on", "softmax_output", "fast_path", "changed_logits", "gated_mlp",
 }  # fmt: skip
-DRIFTS = {"eps_value", "eps_outside_sqrt"}  # if small enough, within the bound of the calibration
-# Codes that the catalogue writes into fewer than two styles, and what tests them instead.
+DRIFTS = {"eps_value", "eps_outside_sqrt"}  # a small one is within the calibrated bound
+# Codes that the catalogue inserts into fewer than two styles, and the test of each.
 FEW_STYLES = {
     "unexplained": "a difference without an explanation; no mutation may cause it",
-    "unexamined": "a fault of compat itself; test_adapt.py causes one",
+    "unexamined": "an error in compat itself; test_adapt.py causes one",
     "n_embd_mismatch": "test_odd_models.py builds models of other widths",
     "random_in_forward": "test_odd_models.py creates modules in forward",
     "plain_list": "test_odd_models.py keeps blocks in a list",
@@ -59,19 +59,19 @@ FEW_STYLES = {
 }
 
 
-def name_of(mutation: Mutation) -> str:
+def mutation_id(mutation: Mutation) -> str:
     return f"{mutation.style}-{mutation.code}"
 
 
 def adapted_to(mutations: list[Mutation], folder: Path, tiny: Path) -> tuple[Path, Adaptation]:
-    """The path of the file with these deviations, and the result of `adapt`."""
+    """Return the path of the file with these deviations, and the result of `adapt`."""
     model = MODELS[mutations[0].style]
     path = composed(model, mutations, folder)
     return path, adapt(build(model, path, tiny), tiny)
 
 
 def accepted_lines(mutation: Mutation, path: Path) -> set[int]:
-    """The numbers of the lines at which the finding may be, counted from 1."""
+    """Return the lines at which the finding may be reported, counted from 1."""
     marks = [mark for mark in (mutation.at, *mutation.also) if mark is not None]
     lines = path.read_text().splitlines()
     return {n for n, line in enumerate(lines, 1) if any(mark in line for mark in marks)}
@@ -81,12 +81,12 @@ def at_an_accepted_line(finding: Finding, mutation: Mutation, path: Path) -> boo
     if finding.line is None:
         return mutation.at is None
     text = path.read_text().splitlines()[finding.line - 1].strip()
-    right = finding.line in accepted_lines(mutation, path)
-    return right and finding.file == str(path) and finding.source_line == text
+    line_is_accepted = finding.line in accepted_lines(mutation, path)
+    return line_is_accepted and finding.file == str(path) and finding.source_line == text
 
 
 def check(mutation: Mutation, path: Path, found: Adaptation) -> None:
-    """The deviation is reported with the severity of its code, at an accepted line."""
+    """Check that the deviation is reported with its severity and at an accepted line."""
     findings = [f for f in found.findings if f.code == mutation.code]
     assert findings, [f.code for f in found.findings]
     drifts = {"drifts"} if mutation.code in DRIFTS else set()
@@ -98,7 +98,7 @@ def check(mutation: Mutation, path: Path, found: Adaptation) -> None:
         assert findings[0].evidence.startswith("confirmed: ")
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=name_of)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=mutation_id)
 def test_a_deviation_is_reported_at_its_line(
     tiny: Path, tmp_path: Path, mutation: Mutation
 ) -> None:
@@ -122,7 +122,7 @@ def test_the_catalogue_has_no_unknown_codes_and_no_duplicates() -> None:
     assert len(set(names)) == len(names)
 
 
-# Several deviations at once.
+# Several deviations together.
 
 TOGETHER = [
     ("nano", "erf_gelu", "no_mask"),
@@ -155,7 +155,7 @@ def test_several_deviations_are_all_reported(
     assert not found.compatible
 
 
-def test_shapes_that_follow_from_the_number_of_heads_are_not_reported_beside_it(
+def test_shapes_that_follow_from_the_number_of_heads_are_not_reported(
     tiny: Path, tmp_path: Path
 ) -> None:
     model = MODELS["lecture"]

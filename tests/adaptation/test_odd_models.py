@@ -1,4 +1,4 @@
-"""Odd hand-written models give a finding that names the difference, or one AdaptError."""
+"""Unusual hand-written models yield a finding that names the difference, or one AdaptError."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Block(PreNorm):
 
 
 class GPT(nn.Module):
-    """Equal to GPT-2 if it is built in the checkpoint's sizes."""
+    """A model that is equal to GPT-2 if it has the checkpoint's sizes."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Configured(GPT):
 
 
 class ProjectionWithoutBias(GPT):
-    """In another width, with an output projection of attention that has no bias."""
+    """The model is wider, and the output projection of attention has no bias."""
 
     def __init__(self) -> None:
         super().__init__(emb_dim=48)
@@ -100,7 +100,7 @@ class ProjectionWithoutBias(GPT):
 
 
 class HeadsOfWidth(GPT):
-    """With heads that are not 24 / 4 = 6 channels wide."""
+    """The heads are not 24 / 4 = 6 channels wide."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class LatentBlock(Block):
 
 
 class SlicedBlock(Block):
-    """Every head projects its own channels."""
+    """Every head projects only its own channels."""
 
     def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
         super().__init__(emb_dim, heads, inner)
@@ -148,7 +148,7 @@ class ScaledQueries(Block):
 
 
 class Sigmoid(Block):
-    """A sigmoid in place of the softmax, with a learned bias of each head."""
+    """A sigmoid replaces the softmax, and each head adds a learned bias."""
 
     causal = True
 
@@ -168,7 +168,7 @@ class Sigmoid(Block):
 
 
 class NoSoftmax(Sigmoid):
-    """The scores are the weights, and every token attends to all."""
+    """The scores are the weights, and every token attends to all tokens."""
 
     causal = False
 
@@ -176,7 +176,7 @@ class NoSoftmax(Sigmoid):
         return scores
 
 
-def of_blocks(kind: type[Block]) -> Build:
+def with_blocks(kind: type[Block]) -> Build:
     def build() -> nn.Module:
         model = GPT()
         model.blocks = nn.ModuleList(kind(24, 4, 96) for _ in range(3))
@@ -185,9 +185,9 @@ def of_blocks(kind: type[Block]) -> Build:
     return build
 
 
-def test_a_known_part_is_named_with_its_values_without_a_map(tiny: Path) -> None:
+def test_a_known_part_is_reported_with_its_sizes_if_there_is_no_map(tiny: Path) -> None:
     config = open_checkpoint(tiny).config
-    model = of_blocks(SlicedBlock)()
+    model = with_blocks(SlicedBlock)()
     graph = to_graph(model, lambda model, ids: model(ids), torch.arange(26).view(2, 13))
     anatomy = dissect(graph, partial=True)
     with pytest.raises(UnknownPart) as raised:
@@ -197,7 +197,7 @@ def test_a_known_part_is_named_with_its_values_without_a_map(tiny: Path) -> None
 
 
 class PlainList(GPT):
-    """Its blocks are in a plain list, so that `parameters()` does not find them."""
+    """The blocks are in a plain list, so that `parameters()` does not find them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,33 +285,33 @@ class NoParameters(nn.Module):
         return F.one_hot(ids, 97).float()
 
 
-class ATuple(GPT):
+class ReturnsTuple(GPT):
     def forward(self, ids: Tensor) -> Any:
         return self.logits(ids), None, [1]
 
 
-class ADict(GPT):
+class ReturnsDict(GPT):
     def forward(self, ids: Tensor) -> Any:
         return {"hidden": self.embed(ids), "logits": self.logits(ids), 1: 2}
 
 
-class ANone(GPT):
+class ReturnsNone(GPT):
     def forward(self, ids: Tensor) -> Any:
         self.logits(ids)
 
 
-class AnArray(GPT):
+class ReturnsArray(GPT):
     def forward(self, ids: Tensor) -> Any:
         return self.logits(ids).detach().numpy()
 
 
-class ALoss(GPT):
+class ReturnsLoss(GPT):
     def forward(self, ids: Tensor) -> Any:
         return self.logits(ids).logsumexp(-1).mean()
 
 
 class OneSequence(GPT):
-    """Takes ids (T,) and returns logits (T, V)."""
+    """Accepts ids (T,) and returns logits (T, V)."""
 
     def forward(self, ids: Tensor) -> Any:
         (T,) = ids.shape
@@ -319,7 +319,7 @@ class OneSequence(GPT):
 
 
 class NarrowIds(GPT):
-    """Takes 32-bit ids only."""
+    """Accepts only 32-bit ids."""
 
     def forward(self, ids: Tensor) -> Any:
         assert ids.dtype == torch.int32
@@ -327,7 +327,7 @@ class NarrowIds(GPT):
 
 
 class FloatIds(GPT):
-    """Takes ids that are floating-point numbers."""
+    """Accepts ids that are floating-point numbers."""
 
     def forward(self, ids: Tensor) -> Any:
         assert ids.is_floating_point()
@@ -335,7 +335,7 @@ class FloatIds(GPT):
 
 
 class OneHotVectors(GPT):
-    """Takes one-hot vectors (B, T, V)."""
+    """Accepts one-hot vectors (B, T, V)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ class OneHotVectors(GPT):
 
 
 class FixedShape(GPT):
-    """Takes exactly four sequences of full length."""
+    """Accepts exactly four sequences of full length."""
 
     batch_size = 4
 
@@ -358,7 +358,7 @@ class FixedShape(GPT):
 
 
 class MaskOfTheBatch(GPT):
-    """Takes a mask with an axis for the batch."""
+    """Accepts a mask with an axis for the batch."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> Any:
         x = self.embed(ids)
@@ -373,7 +373,7 @@ class MaskOfTheBatch(GPT):
 
 
 class EinsumNorm(nn.Module):
-    """A LayerNorm whose weight is multiplied by an einsum that sums over no axis."""
+    """A LayerNorm whose weight is applied by an einsum that sums over no axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,14 +393,14 @@ class EinsumNorms(GPT):
 
 
 class EinsumOfLastPosition(GPT):
-    """The head is an einsum of a fixed number of axes on the last position."""
+    """The head is an einsum on the last position with a fixed number of axes."""
 
     def head(self, x: Tensor) -> Tensor:
         return torch.einsum("b c, v c -> b v", x[:, -1, :], self.wte.weight)
 
 
 class WideNorm(nn.Module):
-    """An RMSNorm over tokens and channels, with a weight for each token."""
+    """An RMSNorm over tokens and channels that has a weight for each token."""
 
     def __init__(self, centred: bool) -> None:
         super().__init__()
@@ -413,7 +413,7 @@ class WideNorm(nn.Module):
 
 
 class FromWideNorm(GPT):
-    """Residual connections that start from the results of one norm for both branches."""
+    """Both residual connections start from the result of a norm, which all branches share."""
 
     def __init__(self, centred: bool) -> None:
         super().__init__()
@@ -430,7 +430,7 @@ class FromWideNorm(GPT):
 
 
 class SummedHeads(Block):
-    """Each head has an output projection of its own, and an einsum sums the results."""
+    """Each head has its own output projection, and an einsum sums the results."""
 
     def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
         super().__init__(emb_dim, heads, inner)
@@ -557,8 +557,8 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "inner width": (sized(inner=200), {"inner_dim": "200 wide, but the checkpoint's is 96"}),
     "wider heads": (lambda: HeadsOfWidth(24), {"head_width": "a head has 24 channels"}),
     "narrower heads": (lambda: HeadsOfWidth(3), {"head_width": "4 heads, 6 for each"}),
-    "latent attention": (of_blocks(LatentBlock), {"latent_attention": "projected twice"}),
-    "sliced heads": (of_blocks(SlicedBlock), {"sliced_heads": "only 6 of the 24 channels"}),
+    "latent attention": (with_blocks(LatentBlock), {"latent_attention": "projected twice"}),
+    "sliced heads": (with_blocks(SlicedBlock), {"sliced_heads": "only 6 of the 24 channels"}),
     "vocabulary": (sized(vocab=24), {"vocab_mismatch": "vocabulary of 24"}),
     "vocabulary and layers": (
         sized(vocab=50, layers=2), {"vocab_mismatch": "50", "n_layer_mismatch": "layers is 2"}
@@ -587,28 +587,28 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
          "residual_from_norm": "starts after the norm", "random_parameters": "weight"},
     ),
     "a sigmoid": (
-        of_blocks(Sigmoid),
+        with_blocks(Sigmoid),
         {"other_softmax": "the sigmoid of each score", "random_parameters": "bias"},
     ),
     "no softmax": (
-        of_blocks(NoSoftmax),
+        with_blocks(NoSoftmax),
         {"other_softmax": "each score is the weight", "no_mask": "no causal mask"},
     ),
-    "factors of the query": (of_blocks(ScaledQueries), {"random_parameters": "factors"}),
+    "factors of the query": (with_blocks(ScaledQueries), {"random_parameters": "factors"}),
 }  # fmt: skip
 ERRORS: dict[str, tuple[Build, str]] = {
     "a head made in forward": (HeadInForward, "no language-model head"),
     "no parameters": (NoParameters, "parameters"),
-    "returns None": (ANone, "returned no tensor"),
-    "returns an array": (AnArray, "returned no tensor"),
-    "returns a loss": (ALoss, r"returned \[\]"),
+    "returns None": (ReturnsNone, "returned no tensor"),
+    "returns an array": (ReturnsArray, "returned no tensor"),
+    "returns a loss": (ReturnsLoss, r"returned \[\]"),
     "extra arguments": (ExtraArguments, "temperature"),
     "no arguments": (NoArguments, "positional argument"),
 }
 EQUAL: dict[str, Build] = {
-    "as it should be": GPT,
-    "returns a tuple": ATuple,
-    "returns a dict": ADict,
+    "a plain GPT-2": GPT,
+    "returns a tuple": ReturnsTuple,
+    "returns a dict": ReturnsDict,
     "a float64 buffer": DoubleBuffer,
     "float64": lambda: GPT().double(),
     "a longer context": sized(context=64),
@@ -651,7 +651,7 @@ def test_findings_name_the_difference(tiny: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_unusable_model_gives_one_adapt_error(tiny: Path, name: str) -> None:
+def test_an_unusable_model_raises_one_adapt_error(tiny: Path, name: str) -> None:
     build, words = ERRORS[name]
     with pytest.raises(AdaptError, match=words):
         adapt(noisy_model(build), tiny)
@@ -674,8 +674,8 @@ def test_modules_in_a_plain_list_are_loaded_and_reported(tiny: Path) -> None:
     assert "blocks.0.ln_1.weight" in named
 
 
-class KeysForTwo(Block):
-    """Two query heads share a key and a value."""
+class SharedKeys(Block):
+    """Two query heads share one key and one value."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         B, T, C = q.shape
@@ -686,7 +686,7 @@ class KeysForTwo(Block):
 
 
 class OneHead(Block):
-    """One projection for all heads."""
+    """All heads share one projection."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -700,7 +700,7 @@ class OneHead(Block):
 
 
 class KeyOfTheQuery(Block):
-    """The query is the key as well."""
+    """The query is also the key."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -712,7 +712,7 @@ class KeyOfTheQuery(Block):
 
 
 class RepeatedHead(Block):
-    """One head of keys, queries and values is computed once for each head."""
+    """One projection computes the same head again for each head."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -726,8 +726,8 @@ class RepeatedHead(Block):
         return self.proj(torch.cat(heads, dim=-1))
 
 
-def test_a_head_that_is_computed_several_times_is_named(tiny: Path) -> None:
-    """The rows of the output projection cannot be distinguished, and the rest is examined."""
+def test_a_head_that_is_computed_several_times_is_reported(tiny: Path) -> None:
+    """The rows of the output projection cannot be distinguished, but the rest is examined."""
     model = GPT()
     model.blocks = nn.ModuleList(RepeatedHead(emb_dim=24, heads=4, inner=100) for _ in range(3))
     adaptation = adapt(model, tiny)
@@ -761,7 +761,7 @@ def test_parts_beside_a_projection_that_cannot_be_loaded_are_examined(
     assert "h.{i}.attn.c_proj.weight" in loaded and "h.{i}.attn.c_attn.weight" not in loaded
 
 
-class NormedKeysForTwo(KeysForTwo):
+class NormedSharedKeys(SharedKeys):
     """Queries and keys are normalized with the sequences and the heads on one axis."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -782,8 +782,8 @@ class KeysShifted(Block):
         return super().mix(q, F.pad(k, (0, 0, 1, -1)), v)
 
 
-class ForOneSequence(Block):
-    """The positions turn q and k of a single sequence, or of as many as there are heads."""
+class RotationOfOneSequence(Block):
+    """The rotation of q and k supports one sequence, or as many as there are heads."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         B, T, C = q.shape
@@ -796,7 +796,7 @@ class ForOneSequence(Block):
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
 
-class HalfAttention(Block):
+class Bfloat16Attention(Block):
     """Attention is computed in bfloat16."""
 
     def attend(self, x: Tensor) -> Tensor:
@@ -807,15 +807,15 @@ class HalfAttention(Block):
 @pytest.mark.parametrize(
     ("block", "code", "line"),
     [
-        (KeysForTwo, "grouped_query_attention", ""),
-        (NormedKeysForTwo, "grouped_query_attention", ""),
-        (NormedKeysForTwo, "qk_norm", "F.rms_norm(t.reshape("),
+        (SharedKeys, "grouped_query_attention", ""),
+        (NormedSharedKeys, "grouped_query_attention", ""),
+        (NormedSharedKeys, "qk_norm", "F.rms_norm(t.reshape("),
         (KeysShifted, "time_shift", "F.pad(k"),
-        (ForOneSequence, "rope", "turned = [torch.stack("),
-        (HalfAttention, "low_precision", "self.qkv(x)"),
+        (RotationOfOneSequence, "rope", "turned = [torch.stack("),
+        (Bfloat16Attention, "low_precision", "self.qkv(x)"),
     ],
 )
-def test_attention_that_is_not_gpt2s_is_named(
+def test_attention_that_differs_from_gpt2_is_reported(
     tiny: Path, block: type[Block], code: str, line: str
 ) -> None:
     model = GPT()
@@ -842,7 +842,7 @@ class ProjectedHeads(Block):
         return torch.cat(found, dim=-1)
 
 
-def test_heads_with_projections_of_their_own_are_named(tiny: Path) -> None:
+def test_a_projection_for_each_head_is_reported(tiny: Path) -> None:
     model = GPT()
     model.blocks = nn.ModuleList(ProjectedHeads(24, 4, 96) for _ in range(3))
     [found] = [f for f in adapt(model, tiny).findings if f.severity == "breaks"]
@@ -853,7 +853,7 @@ def test_heads_with_projections_of_their_own_are_named(tiny: Path) -> None:
 
 
 class Differential(Block):
-    """The difference of two maps of attention is multiplied by v."""
+    """The difference of two attention matrices is multiplied by v."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (q1, q2), (k1, k2) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
@@ -861,7 +861,7 @@ class Differential(Block):
         return self.proj(weights.tril() @ v)
 
 
-def test_attention_with_two_maps_is_named(tiny: Path) -> None:
+def test_differential_attention_is_reported(tiny: Path) -> None:
     model = GPT()
     model.blocks = nn.ModuleList(Differential(24, 4, 96) for _ in range(3))
     [found] = [f for f in adapt(model, tiny).findings if f.code == "unexplained"]
@@ -913,7 +913,7 @@ class OptionalMask(GPT):
         return block.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C))
 
 
-def test_a_mask_that_is_optional_is_passed_and_reported(tiny: Path) -> None:
+def test_an_optional_mask_is_passed_and_reported(tiny: Path) -> None:
     adaptation = adapt(noisy_model(OptionalMask), tiny)
     assert adaptation.compatible
     [found] = [finding for finding in adaptation.findings if finding.severity == "limit"]
@@ -929,14 +929,14 @@ class PositionsFromTokens(GPT):
 
 
 class MultipliedByPosition(GPT):
-    """Each channel of the embedding is multiplied by a number that follows from the position."""
+    """Each channel of the embedding is multiplied by a function of the position."""
 
     def embed(self, ids: Tensor) -> Tensor:
         angles = torch.arange(ids.shape[1])[:, None] / 1.3 ** torch.arange(24)
         return self.wte(ids) * (2 + angles.sin())
 
 
-def test_positions_that_are_looked_up_in_the_token_table(tiny: Path) -> None:
+def test_positions_that_are_looked_up_in_the_token_table_are_reported(tiny: Path) -> None:
     adaptation = adapt(noisy_model(PositionsFromTokens), tiny)
     assert not adaptation.compatible
     [found] = [finding for finding in adaptation.findings if finding.severity == "breaks"]
@@ -945,7 +945,7 @@ def test_positions_that_are_looked_up_in_the_token_table(tiny: Path) -> None:
     assert "confirmed" in found.evidence
 
 
-def test_an_embedding_that_is_multiplied_by_position_is_not_scaled(tiny: Path) -> None:
+def test_an_embedding_that_is_multiplied_by_position_is_not_reported_as_scaled(tiny: Path) -> None:
     adaptation = adapt(noisy_model(MultipliedByPosition), tiny)
     found = {finding.code: finding for finding in adaptation.findings}
     assert found["unexplained"].tap == "embed" and "scaled_embedding" not in found

@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class MaskedAttention(Attention):
-    """Takes the mask as an argument and returns the weights too."""
+    """Accepts the mask as an argument and also returns the weights."""
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         B, T, _ = x.shape
@@ -80,7 +80,7 @@ class Norm(nn.Module):
         return self.gain * (x - x.mean(-1, keepdim=True)) / (variance + 1e-5).sqrt() + self.shift
 
 
-RIGHT = {
+CORRECT = {
     "h.1.attn": Attention, "h.0.attn": MaskedAttention, "h.2.mlp": FeedForward, "h.1": Block,
     "ln_f": lambda: nn.LayerNorm(C), "h.0.ln_2": lambda: nn.LayerNorm(C),
 }  # fmt: skip
@@ -92,9 +92,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("part", RIGHT)
+@pytest.mark.parametrize("part", CORRECT)
 def test_a_part_is_loaded_and_proved(tiny: Path, part: str) -> None:
-    module = RIGHT[part]()
+    module = CORRECT[part]()
     adaptation = adapt(module, tiny, part=part)
     assert adaptation and not adaptation.findings
     checkpoint = open_checkpoint(tiny)
@@ -141,13 +141,13 @@ def test_the_map_of_a_part_loads_the_same_part_of_every_layer(tiny: Path) -> Non
         ("h.0.mlp", lambda: nn.Linear(C, 5), "returns"),
     ],
 )
-def test_a_module_that_is_not_a_part(
+def test_a_module_that_is_not_a_part_is_refused(
     tiny: Path, part: str, make: type[nn.Module], words: str
 ) -> None:
     with pytest.raises(AdaptError, match=words):
         adapt(make(), tiny, part=part)
 
 
-def test_a_part_without_its_name_is_refused_with_the_names(tiny: Path) -> None:
+def test_the_error_for_a_part_without_its_name_suggests_one(tiny: Path) -> None:
     with pytest.raises(AdaptError, match=r"Attention takes hidden states .* --part h\.0\.attn"):
         adapt(Attention(), tiny)

@@ -1,4 +1,4 @@
-"""Recorded graphs compute what the code computes: in-place operations, views, odd ways to call."""
+"""A recorded graph computes what the code computes, in spite of in-place operations and views."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IDS = torch.tensor([[1, 5, 3, 9, 2], [4, 4, 8, 10, 6]])
 
 
 class Model(nn.Module):
-    """The rows of a table for the ids, passed through a function."""
+    """Looks up the rows of a table for the ids and passes them to a function."""
 
     def __init__(self, function: Callable[[Model, Tensor], Tensor]) -> None:
         super().__init__()
@@ -23,21 +23,21 @@ class Model(nn.Module):
         self.w = nn.Parameter(torch.randn(8, 8))
         self.register_buffer("cache", torch.zeros(2, 6, 8))
         self.constant = torch.rand(8)
-        self.transposed = self.w.data.T  # a view that is made before the call
+        self.transposed = self.w.data.T  # a view from before the call
         self.function = function
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.function(self, self.table(ids))
 
 
-def head_by_head(model: Model, x: Tensor) -> Tensor:
+def written_head_by_head(model: Model, x: Tensor) -> Tensor:
     out = torch.empty(2, 5, 8)
     for h in range(2):
         out[:, :, 4 * h : 4 * h + 4] = x[..., 4 * h : 4 * h + 4] * (h + 1)
     return out
 
 
-def one_by_one(model: Model, x: Tensor) -> Tensor:
+def written_token_by_token(model: Model, x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for t in range(5):
         out[:, t] = x[:, : t + 1].sum(1)
@@ -50,34 +50,34 @@ def split_and_scaled(model: Model, x: Tensor) -> Tensor:
     return torch.cat([k, q, x[..., 4:], x[..., :4]], -1)
 
 
-def flat(model: Model, x: Tensor) -> Tensor:
+def clamped_in_a_flat_view(model: Model, x: Tensor) -> Tensor:
     x.view(-1).clamp_(max=0.5)
     return x
 
 
-def transposed(model: Model, x: Tensor) -> Tensor:
+def added_in_a_transposed_view(model: Model, x: Tensor) -> Tensor:
     x.transpose(1, 2).add_(torch.arange(5.0))
     return x
 
 
-def every_second(model: Model, x: Tensor) -> Tensor:
+def added_in_a_strided_view(model: Model, x: Tensor) -> Tensor:
     x[..., ::2][:, 1:3] += 1
     return x
 
 
-def diagonal(model: Model, x: Tensor) -> Tensor:
+def filled_in_a_diagonal_view(model: Model, x: Tensor) -> Tensor:
     scores = x @ x.mT
     scores.diagonal(dim1=1, dim2=2).fill_(7)
     return scores
 
 
-def a_later_reading_of_a_view(model: Model, x: Tensor) -> Tensor:
+def a_view_read_after_a_change(model: Model, x: Tensor) -> Tensor:
     first = x[:, 0]
     x += 1
     return first
 
 
-def a_copy_is_not_changed(model: Model, x: Tensor) -> Tensor:
+def a_copy_made_before_a_change(model: Model, x: Tensor) -> Tensor:
     before = x.clone()
     x.zero_()
     return before + x
@@ -95,17 +95,17 @@ def a_mask(model: Model, x: Tensor) -> Tensor:
     return (x @ x.mT).masked_fill_(mask, -torch.inf).softmax(-1)
 
 
-def an_argument_for_the_result(model: Model, x: Tensor) -> Tensor:
+def with_an_out_argument(model: Model, x: Tensor) -> Tensor:
     out = torch.empty(2, 5, 8)
     torch.matmul(x, model.w, out=out)
     return out
 
 
-def a_changed_shape(model: Model, x: Tensor) -> Tensor:
+def reshaped_in_place(model: Model, x: Tensor) -> Tensor:
     return x.clone().unsqueeze_(1).transpose_(1, 2).add_(1)
 
 
-def an_index(model: Model, x: Tensor) -> Tensor:
+def assigned_by_index(model: Model, x: Tensor) -> Tensor:
     x[torch.tensor([0, 1]), torch.tensor([3, 2])] = model.constant
     return x
 
@@ -114,7 +114,7 @@ def through_numpy(model: Model, x: Tensor) -> Tensor:
     return torch.from_numpy(x.detach().numpy()) * 2
 
 
-def a_view_from_before(model: Model, x: Tensor) -> Tensor:
+def a_view_made_before_the_call(model: Model, x: Tensor) -> Tensor:
     return x @ model.transposed + x @ model.w.data
 
 
@@ -145,10 +145,12 @@ def dropout_and_activations_in_place(model: Model, x: Tensor) -> Tensor:
 
 
 FUNCTIONS = [
-    head_by_head, one_by_one, split_and_scaled, flat, transposed, every_second, diagonal,
-    a_later_reading_of_a_view, a_copy_is_not_changed, a_cache, a_mask, an_argument_for_the_result,
-    a_changed_shape, an_index, through_numpy, a_view_from_before, mapped_over_tokens, in_bfloat16,
-    without_autocast, checkpointed, dropout_and_activations_in_place,
+    written_head_by_head, written_token_by_token, split_and_scaled, clamped_in_a_flat_view,
+    added_in_a_transposed_view, added_in_a_strided_view, filled_in_a_diagonal_view,
+    a_view_read_after_a_change, a_copy_made_before_a_change, a_cache, a_mask, with_an_out_argument,
+    reshaped_in_place, assigned_by_index, through_numpy, a_view_made_before_the_call,
+    mapped_over_tokens, in_bfloat16, without_autocast, checkpointed,
+    dropout_and_activations_in_place,
 ]  # fmt: skip
 
 
@@ -169,13 +171,13 @@ def test_a_recorded_graph_computes_what_the_code_computes(
         [found] = graph.run([graph.output], {graph.input: ids}, double=False)
         torch.testing.assert_close(found, expected)
     other = IDS.clone()
-    other[0, 0] = 0  # the comparison can fail
+    other[0, 0] = 0  # shows that the comparison can fail
     [found] = graph.run([graph.output], {graph.input: other}, double=False)
     with torch.no_grad():
         assert not torch.equal(found, model(IDS))
 
 
-def test_a_graph_contains_no_operation_that_works_in_place() -> None:
+def test_a_graph_contains_no_in_place_operations() -> None:
     for function in FUNCTIONS:
         graph, _ = recorded(function)
         targets = [node.target for node in graph.nodes if node.op == "call_function"]
@@ -184,7 +186,7 @@ def test_a_graph_contains_no_operation_that_works_in_place() -> None:
         )
 
 
-def test_parts_that_are_not_changed_do_not_depend_on_a_change() -> None:
+def test_unchanged_parts_do_not_depend_on_a_change() -> None:
     def fused(model: Model, x: Tensor) -> Tensor:
         q, k = (x @ model.w).split(4, dim=-1)
         q *= 3
@@ -243,10 +245,10 @@ def test_a_random_mask_is_dropout(dropping: Callable[[Tensor], Tensor]) -> None:
 def test_other_random_numbers_are_not_dropout(noisy: Callable[[Tensor], Tensor]) -> None:
     graph, _ = recorded(lambda model, x: noisy(x))
     assert not graph.dropouts
-    assert sum(kind(node) in DRAWS for node in graph.nodes) == 2  # which are not merged
+    assert sum(kind(node) in DRAWS for node in graph.nodes) == 2  # the two are not merged
 
 
-def test_values_that_leave_torch_are_named_with_their_line() -> None:
+def test_the_error_for_values_that_leave_torch_names_the_line() -> None:
     def leaving(model: Model, x: Tensor) -> Tensor:
         return torch.tensor(x.tolist())
 
@@ -254,7 +256,7 @@ def test_values_that_leave_torch_are_named_with_their_line() -> None:
         recorded(leaving)
 
 
-def test_gradients_and_tensors_that_a_call_keeps_work_afterwards() -> None:
+def test_gradients_and_stored_tensors_work_after_recording() -> None:
     def keeping(model: Model, x: Tensor) -> Tensor:
         model.constant = torch.ones(8) * 2
         return x * model.constant

@@ -21,7 +21,7 @@ STYLES = [
     "nano", "mingpt", "book", "tf_port", "megatron", "lens", "mha", "annotated", "scratch",
     "cached", "functional", "hub_style", "conv_proj", "wrappers", "flat",
 ]  # fmt: skip
-# Common names, assigned at random.
+# Common names, which are assigned at random.
 MISLEADING = """
     wte wpe ln_1 ln_2 ln_f attn mlp c_attn c_proj c_fc lm_head query key value q_proj k_proj v_proj
     W_query W_key W_value out_proj norm norm1 norm2 final_norm dropout embedding positions head
@@ -29,12 +29,12 @@ MISLEADING = """
 """.split()
 
 
-# No shrinking, which would take minutes.
+# Shrinking would take minutes.
 quick = settings(derandomize=True, deadline=None, phases=[Phase.generate], database=None)
 
 
-def strange(seed: int) -> Callable[[], str]:
-    """Unique names without meaning."""
+def meaningless(seed: int) -> Callable[[], str]:
+    """Return a function that returns unique names without meaning."""
     generator, used = random.Random(seed), set[str]()
 
     def fresh() -> str:
@@ -49,7 +49,7 @@ def strange(seed: int) -> Callable[[], str]:
 
 
 def misleading(seed: int) -> Callable[[], str]:
-    """Unique names from other GPT-2 implementations, in random order."""
+    """Return a function that returns names from other GPT-2 code, in random order."""
     generator = random.Random(seed)
     plain = generator.sample(MISLEADING, len(MISLEADING))
     names = iter([f"{name}{end}" for end in ("_", "_b", "_c", "_d") for name in plain])
@@ -57,7 +57,7 @@ def misleading(seed: int) -> Callable[[], str]:
 
 
 def check(style: str, fresh: Callable[[], str], tiny: Path, folder: Path) -> None:
-    """The renamed model has the same map, parameter by parameter in the order of construction."""
+    """Check that the renamed model has the same map, for parameters in order of construction."""
     known = adapted(style, tiny)
     path = folder / f"{style}_renamed.py"
     source, words = renamed((ZOO / MODELS[style].file).read_text(), known.model, fresh)
@@ -78,15 +78,15 @@ def check(style: str, fresh: Callable[[], str], tiny: Path, folder: Path) -> Non
 
 @settings(quick, max_examples=5)
 @given(style=st.sampled_from(STYLES), seed=st.integers(0, 10_000))
-def test_names_without_a_meaning(
+def test_meaningless_names_do_not_change_the_map(
     tiny: Path, tmp_path_factory: pytest.TempPathFactory, style: str, seed: int
 ) -> None:
-    check(style, strange(seed), tiny, tmp_path_factory.mktemp("renamed"))
+    check(style, meaningless(seed), tiny, tmp_path_factory.mktemp("renamed"))
 
 
 @settings(quick, max_examples=3)
 @given(style=st.sampled_from(STYLES), seed=st.integers(0, 10_000))
-def test_misleading_names(
+def test_misleading_names_do_not_change_the_map(
     tiny: Path, tmp_path_factory: pytest.TempPathFactory, style: str, seed: int
 ) -> None:
     check(style, misleading(seed), tiny, tmp_path_factory.mktemp("renamed"))
@@ -98,7 +98,7 @@ def test_the_renamed_model_shares_no_name_with_the_model(
 ) -> None:
     model = build_style(style, tiny)
     path = tmp_path / "renamed.py"
-    path.write_text(renamed((ZOO / MODELS[style].file).read_text(), model, strange(1))[0])
+    path.write_text(renamed((ZOO / MODELS[style].file).read_text(), model, meaningless(1))[0])
     before, after = names_in(model), names_in(build(MODELS[style], path, tiny))
     shared = set().union(*before.values()) & set().union(*after.values())
     assert not shared

@@ -1,4 +1,4 @@
-"""Edits that repair a model: found for every deviation, proved, and written atomically."""
+"""Repairs: edits are found for every deviation, proved, and written atomically."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 
 from compat import AdaptError, GPT2Config, adapt
-from compat.adaptation.repair.repair import Repair, Search, Target, is_proved, repair
-from compat.adaptation.repair.repair import small_checkpoint as made_small
+from compat.adaptation.repair.repair import (
+    Repair,
+    Search,
+    Target,
+    is_proved,
+    repair,
+    small_checkpoint,
+)
 from compat.adaptation.repair.source import Edit, Source, apply
 from compat.adaptation.repair.write import write
 from compat.checkpoint import Checkpoint, open_checkpoint
@@ -25,7 +31,7 @@ from tests.conftest import MakeCheckpoint
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
 
-# The deviations that are repaired; others are of sizes, of names, or change no number.
+# The deviations that are repaired. The others concern sizes or names, or change no values.
 REPAIRED = set(
     """
     changed_logits changed_scores doubled_residual dropout_always_on eps_outside_sqrt eps_value
@@ -39,7 +45,7 @@ REPAIRED = set(
     time_shift unbiased_var vocab_mismatch wrong_scale
     """.split()
 )
-# Models whose constructors have arguments that the checkpoint's sizes are not recognised for.
+# Styles whose constructors have arguments that are not recognised as sizes.
 UNKNOWN_ARGUMENTS = {"conv_proj", "head_loop"}
 NO_DEVIATION = {("hub_style", "eps_value")}  # the constructor is called with the checkpoint's eps
 REPAIRABLE = [
@@ -47,8 +53,8 @@ REPAIRABLE = [
     if mutation.code in REPAIRED and mutation.style not in UNKNOWN_ARGUMENTS
     and (mutation.style, mutation.code) not in NO_DEVIATION
 ]  # fmt: skip
-# One style of each deviation, or all of them where COMPAT_ALL_REPAIRS is set.
-TRIED = [
+# One style of each deviation, or all of them if COMPAT_ALL_REPAIRS is set.
+TESTED = [
     mutation for i, mutation in enumerate(REPAIRABLE)
     if "COMPAT_ALL_REPAIRS" in os.environ
     or sum(other.code == mutation.code for other in REPAIRABLE[:i]) < 1
@@ -57,7 +63,7 @@ TRIED = [
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return made_small(GPT2Config(), tmp_path_factory.mktemp("small"))
+    return small_checkpoint(GPT2Config(), tmp_path_factory.mktemp("small"))
 
 
 def target_of(path: Path, style: str) -> Target:
@@ -65,21 +71,22 @@ def target_of(path: Path, style: str) -> Target:
 
 
 def searched(path: Path, style: str, small: Checkpoint) -> Repair:
+    """Search for a repair, and check that one is found."""
     found = Search(target_of(path, style), small, GPT2Config(), unsafe=False).run()
     assert found is not None
     return found
 
 
-@pytest.mark.parametrize("mutation", TRIED, ids=lambda m: f"{m.style}-{m.code}")
+@pytest.mark.parametrize("mutation", TESTED, ids=lambda m: f"{m.style}-{m.code}")
 def test_a_deviation_is_repaired(
     small: Checkpoint, tiny: Path, tmp_path: Path, mutation: Mutation
 ) -> None:
-    """The edits are found in one checkpoint's sizes, and judged in another's."""
+    """The edits are found with the sizes of one checkpoint and tested with those of another."""
     path = composed(MODELS[mutation.style], [mutation], tmp_path)
     before = path.read_text()
     found = searched(path, mutation.style, small)
     assert found.fixed
-    assert path.read_text() == before  # nothing is written by the search
+    assert path.read_text() == before  # the search writes nothing
     path.write_text(found.texts[str(path)])
     model = build(MODELS[mutation.style], path, tiny)
     repaired = adapt(model, tiny)
@@ -110,8 +117,8 @@ def test_several_deviations_are_repaired_by_one_diff(
     assert found.diff.count("--- a/") == 1 and found.diff.count("@@") >= 2
 
 
-# Other ways to write a deviation than the catalogue's: the edits of a right file, the codes in the
-# order in which they are repaired, and a line of the repaired file.
+# Other forms of a deviation than in the catalogue: edits of a correct file, the codes in the
+# order of their repair, and a line of the repaired file.
 ATTEND = """        scores = queries @ keys.transpose(2, 3) / self.head_dim ** 0.5
         scores = scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))
         weights = torch.softmax(scores, dim=-1)
@@ -197,7 +204,7 @@ class GPT("""
 
 
 def gated(test: str, option: str) -> list[tuple[str, str]]:
-    """The edits that give a block a gated MLP where a test of an option says so."""
+    """Return edits that give a block a gated MLP, which is used if the test of an option holds."""
     mlp = """class Gated(FeedForward):
     def __init__(self, dim):
         super().__init__(dim)
@@ -896,7 +903,7 @@ def test_a_deviation_in_another_form_is_repaired(
     assert line in found.texts[str(path)]
 
 
-def test_an_activation_without_a_name_in_torch_is_moved_as_it_is(tmp_path: Path) -> None:
+def test_an_activation_without_a_name_in_torch_is_moved_unchanged(tmp_path: Path) -> None:
     text = BOOK
     for old, new in (
         ("class FeedForward(", "def quick(x):\n    return x * torch.sigmoid(1.702 * x)\n\n\n"
@@ -908,13 +915,14 @@ def test_an_activation_without_a_name_in_torch_is_moved_as_it_is(tmp_path: Path)
     path = tmp_path / "gpt.py"
     path.write_text(text)
     config = GPT2Config(activation_function="quick_gelu")
-    found = Search(Target(f"{path}:GPT"), made_small(config, tmp_path), config, unsafe=False).run()
+    checkpoint = small_checkpoint(config, tmp_path)
+    found = Search(Target(f"{path}:GPT"), checkpoint, config, unsafe=False).run()
     assert found is not None and found.fixed == ["other_activation"]
     assert "return self.down(quick(self.up(x)))\n" in found.texts[str(path)]
 
 
-def test_weights_that_hold_all_layers_are_completed(small: Checkpoint, tmp_path: Path) -> None:
-    """A bias gets the axis of the layers; the final norm is built without a norm to copy."""
+def test_stacked_parameters_are_completed(small: Checkpoint, tmp_path: Path) -> None:
+    """A new bias has an axis for the layers, and a final norm is built without one to copy."""
     text = (ZOO / MODELS["stacked"].file).read_text()
     for old, new in (
         ("        self.qkv_bias = nn.Parameter(torch.zeros(layers, 3 * width))\n", ""),
@@ -949,10 +957,10 @@ def test_files_that_the_model_imports_are_edited_together(
     assert found is not None and found.texts == {str(tmp_path / "flags.py"): "bias = True\n"}
 
 
-def test_a_repair_is_proved_in_a_process_of_its_own_and_a_wrong_one_is_not(
+def test_a_correct_repair_is_proved_in_a_separate_process_and_a_wrong_one_is_not(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the user runs the command beside a package of the name of a library."""
+    """The user's folder contains a package with the name of a library."""
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text("raise ImportError('the user's own')")
     monkeypatch.chdir(tmp_path)
@@ -966,10 +974,10 @@ def test_a_repair_is_proved_in_a_process_of_its_own_and_a_wrong_one_is_not(
     assert not is_proved(target_of(path, "nano"), open_checkpoint(tiny), wrong)
 
 
-def test_a_size_in_the_code_that_is_the_small_checkpoints_is_repaired(
+def test_a_size_that_equals_that_of_the_small_checkpoint_is_repaired(
     make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
-    """The search is repeated in the sizes of the user's checkpoint."""
+    """The search is repeated with the sizes of the user's checkpoint."""
     path = tmp_path / "gpt.py"
     block = "Block(emb_dim, n_heads, context_length)"
     text = BOOK.replace(BLOCKS.partition("\n")[0].strip(), f"blocks = [{block}, {block}]")
@@ -980,28 +988,28 @@ def test_a_size_in_the_code_that_is_the_small_checkpoints_is_repaired(
     assert f"blocks = [{block} for _ in range(3)]" in found.diff
 
 
-def test_a_patch_from_python(tiny: Path, tmp_path: Path) -> None:
+def test_an_adaptation_returns_its_patch(tiny: Path, tmp_path: Path) -> None:
     mutation = next(m for m in MUTATIONS if (m.style, m.code) == ("mingpt", "softmax_dim"))
     path = composed(MODELS["mingpt"], [mutation], tmp_path)
     patch = adapt(build(MODELS["mingpt"], path, tiny), tiny).patch()
     assert patch is not None and patch.startswith("--- a/")
-    right = adapt(build(MODELS["mingpt"], ZOO / MODELS["mingpt"].file, tiny), tiny)
-    assert right.patch() is None
+    correct = adapt(build(MODELS["mingpt"], ZOO / MODELS["mingpt"].file, tiny), tiny)
+    assert correct.patch() is None
 
 
-def test_a_deviation_without_a_repair_gives_none(small: Checkpoint, tmp_path: Path) -> None:
+def test_the_search_returns_none_if_there_is_no_repair(small: Checkpoint, tmp_path: Path) -> None:
     mutation = next(m for m in MUTATIONS if (m.style, m.code) == ("nano", "rope"))
     path = composed(MODELS["nano"], [mutation], tmp_path)
     assert Search(target_of(path, "nano"), small, GPT2Config(), unsafe=False).run() is None
 
 
-# Text and files.
+# Texts and files.
 
 
 def test_an_edit_that_removes_a_part_with_several_deviations_is_not_a_repair(
     small: Checkpoint, tmp_path: Path
 ) -> None:
-    """Without its MLP, the model has one deviation instead of three."""
+    """Without its MLP, the model would have one deviation instead of three."""
     text = BOOK
     for old, new in (
         (BLOCK, PARTS.format("        y = x.tanh()\n        return y + self.ff(self.norm2(y))")),
@@ -1019,7 +1027,7 @@ def test_an_edit_that_removes_a_part_with_several_deviations_is_not_a_repair(
     assert "x = self.think(x)" in search.texts[str(path)]
 
 
-def test_edits_of_a_text() -> None:
+def test_edits_are_applied_to_a_text() -> None:
     source = Source("f.py", "é = f(a,  # why\n      b)\n")
     [call] = [node for node in source.nodes(type(source.tree.body[0].value))]  # type: ignore[attr-defined]
     edits = [source.replace(call.args[0], "x"), source.set_keyword(call, "k", "1")]
@@ -1028,7 +1036,7 @@ def test_edits_of_a_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "left"),
+    ("text", "expected"),
     [
         ("f(a, b=1, c=2)\n", "f(a, c=2)\n"),
         ("f(a, b=1)\n", "f(a)\n"),
@@ -1037,14 +1045,14 @@ def test_edits_of_a_text() -> None:
         ("f(a,  # why\n  b=1)\n", "f(a,  # why\n  )\n"),
     ],
 )
-def test_an_argument_is_removed_with_its_line(text: str, left: str) -> None:
+def test_an_argument_is_removed_with_its_line(text: str, expected: str) -> None:
     source = Source("f.py", text)
     [call] = source.nodes(ast.Call)
     keyword = next(k for k in call.keywords if k.arg == "b")
-    assert apply(text, [source.remove_argument(call, keyword)]) == left
+    assert apply(text, [source.remove_argument(call, keyword)]) == expected
 
 
-def test_files_keep_their_encoding_and_line_ends(tmp_path: Path) -> None:
+def test_files_keep_their_encoding_and_line_endings(tmp_path: Path) -> None:
     path = tmp_path / "gpt.py"
     path.write_bytes("# coding: latin-1\r\nx = 'é'\r\n".encode("latin-1"))
     old, new = "# coding: latin-1\nx = 'é'\n", "# coding: latin-1\nx = 'è'\n"
@@ -1053,17 +1061,17 @@ def test_files_keep_their_encoding_and_line_ends(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["gpt.py"]
 
 
-ENDS = {
+LINE_ENDINGS = {
     "CRLF": (b"a\r\nb\r\nc\r\n", b"a\r\nB\r\nc\r\n"),
-    "no end of the last line": (b"a\nb\nc", b"a\nB\nc"),
-    "an edit of a last line without an end": (b"a\nc\nb", b"a\nc\nB"),
-    "mixed ends": (b"a\nb\nc\r\n", b"a\nB\nc\r\n"),
+    "no newline at the end": (b"a\nb\nc", b"a\nB\nc"),
+    "an edit of a last line without a newline": (b"a\nc\nb", b"a\nc\nB"),
+    "mixed line endings": (b"a\nb\nc\r\n", b"a\nB\nc\r\n"),
     "a byte order mark": (b"\xef\xbb\xbfa\nb\n", b"\xef\xbb\xbfa\nB\n"),
     "a form feed": (b"a\n\x0cb\nc\n", b"a\n\x0cB\nc\n"),
 }
 
 
-@pytest.mark.parametrize(("before", "after"), ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize(("before", "after"), LINE_ENDINGS.values(), ids=LINE_ENDINGS)
 def test_git_applies_the_diff_and_writing_gives_the_same_bytes(
     before: bytes, after: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1080,7 +1088,7 @@ def test_git_applies_the_diff_and_writing_gives_the_same_bytes(
     assert path.read_bytes() == (applied / "gpt.py").read_bytes() == after
 
 
-def test_a_cell_of_a_notebook_is_written_and_the_rest_is_kept(tmp_path: Path) -> None:
+def test_only_the_edited_cell_of_a_notebook_is_changed(tmp_path: Path) -> None:
     path = tmp_path / "gpt.ipynb"
     cells = [
         {"cell_type": "markdown", "metadata": {}, "source": ["# é\n"]},
@@ -1094,7 +1102,7 @@ def test_a_cell_of_a_notebook_is_written_and_the_rest_is_kept(tmp_path: Path) ->
     assert path.read_text() == before.replace("x = 1", "x = 3")
 
 
-def test_a_notebook_with_magics_that_defines_a_class_twice(
+def test_the_last_definition_of_a_class_in_a_notebook_is_repaired(
     tmp_path: Path, small: Checkpoint
 ) -> None:
     faulty = GPT.replace("3 * width)", "3 * width, bias=False)").replace(TANH, ERF)
@@ -1119,7 +1127,7 @@ def test_a_new_module_is_built_from_a_size_in_another_cell(
     assert "LayerNorm(n_embd)\n" in found.texts[f"{path}#cell-2"]
 
 
-def test_nothing_is_written_if_a_file_has_changed_or_cannot_be_written(tmp_path: Path) -> None:
+def test_nothing_is_written_if_one_of_the_files_has_changed(tmp_path: Path) -> None:
     one, two = tmp_path / "one.py", tmp_path / "two.py"
     one.write_text("a = 1\n")
     two.write_text("b = 1\n")

@@ -1,4 +1,4 @@
-"""Repairs that change the signature of a constructor, which only `--unsafe-fixes` allows."""
+"""Repairs that change the signature of a constructor are tried only with `--unsafe-fixes`."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ WAVES = """class Positions(nn.Module):
 class LayerNorm(nn.Module)"""
 
 
-def config_of(written: str, read: str) -> Edits:
-    """The model with a config: its code, and how an entry is read."""
+def config_of(definition: str, read: str) -> Edits:
+    """Return edits for a model with a config: the code of the config, and how it is read."""
     names = {"n_layers": "n_layer", "n_heads": "n_head", "emb_dim": "n_embd"}
-    edits = [(SIGNATURE, "def __init__(self, config):"), ("class LayerNorm", written)]
+    edits = [(SIGNATURE, "def __init__(self, config):"), ("class LayerNorm", definition)]
     for old in ("nn.Embedding(vocab_size, emb_dim)", "Block(emb_dim, n_heads)", "range(n_layers)",
                 "LayerNorm(emb_dim)", "nn.Linear(emb_dim, vocab_size"):  # fmt: skip
         new = old
@@ -92,7 +92,7 @@ def config_of(written: str, read: str) -> Edits:
     return edits
 
 
-# The edits of a right file, the codes, and lines of the repaired file.
+# The edits of a correct file, the codes, and lines of the repaired file.
 FORMS: dict[str, tuple[Edits, list[str], list[str]]] = {
     "an argument for the context length": (
         NO_TABLE,
@@ -205,7 +205,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return small_checkpoint(GPT2Config(), tmp_path_factory.mktemp("small"))
 
 
-def written(folder: Path, form: str) -> Path:
+def write_form(folder: Path, form: str) -> Path:
+    """Write the model in this form, and return the path of its file."""
     text = GPT
     for old, new in FORMS[form][0]:
         assert old in text
@@ -219,7 +220,7 @@ def written(folder: Path, form: str) -> Path:
 def test_a_size_is_added_only_if_unsafe_edits_are_allowed(
     small: Checkpoint, tmp_path: Path, form: str
 ) -> None:
-    path = written(tmp_path, form)
+    path = write_form(tmp_path, form)
     user_config = GPT2Config(n_positions=768)  # the small checkpoint has 32 positions
     safe = Search(Target(f"{path}:GPT"), small, user_config, unsafe=False)
     assert safe.run() is None and safe.has_untried_edits()
@@ -230,10 +231,10 @@ def test_a_size_is_added_only_if_unsafe_edits_are_allowed(
         assert lines in found.texts[str(path)]
 
 
-def test_no_argument_is_added_to_a_constructor_that_takes_any(
+def test_no_argument_is_added_to_a_constructor_with_keyword_arguments(
     small: Checkpoint, tmp_path: Path
 ) -> None:
-    path = written(tmp_path, "an argument for the context length")
+    path = write_form(tmp_path, "an argument for the context length")
     path.write_text(path.read_text().replace(SIGNATURE, f"{SIGNATURE[:-2]}, **options):"))
     search = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False)
     assert search.run() is None and not search.has_untried_edits()
@@ -244,7 +245,7 @@ def test_the_command_writes_such_edits_only_with_the_option(
     cli: Cli, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = written(tmp_path, "an argument for the context length")
+    path = write_form(tmp_path, "an argument for the context length")
     before = path.read_text()
     command = ("adapt", "gpt.py:GPT", "--model", tiny)
     refused = cli(*command, "--fix")
@@ -257,11 +258,11 @@ def test_the_command_writes_such_edits_only_with_the_option(
     positions = open_checkpoint(tiny).config.n_positions
     assert f"n_layers, context_length={positions}):" in path.read_text()
     assert cli(*command).code == 0
-    assert cli(*command, "--unsafe-fixes").code == 2  # it needs --diff or --fix
+    assert cli(*command, "--unsafe-fixes").code == 2  # it requires --diff or --fix
 
 
-def test_a_patch_from_python_changes_constructors_only_if_asked(tiny: Path, tmp_path: Path) -> None:
-    path = written(tmp_path, "a constructor for a norm without one")
+def test_patch_changes_constructors_only_with_unsafe(tiny: Path, tmp_path: Path) -> None:
+    path = write_form(tmp_path, "a constructor for a norm without one")
     config = open_checkpoint(tiny).config
     adaptation = adapt(construct(load_target(f"{path}:GPT"), config), tiny)
     assert adaptation.patch() is None

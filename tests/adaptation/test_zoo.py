@@ -1,4 +1,4 @@
-"""Every model of the zoo is mapped as by hand, loaded, and computes the logits of transformers."""
+"""Every model of the zoo has the hand-written map and computes the logits of transformers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.adaptation.common import (
     mapped,
 )
 from tests.conftest import MakeCheckpoint
-from tests.loading_common import identical
+from tests.loading_common import check_identical
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
 
-each = pytest.mark.parametrize("style", MODELS)
+each_style = pytest.mark.parametrize("style", MODELS)
 
 
-@each
+@each_style
 def test_a_model_of_the_zoo_is_found_compatible(tiny: Path, style: str) -> None:
     found = adapted(style, tiny).adaptation
     assert found.compatible
@@ -38,7 +38,7 @@ def test_a_model_of_the_zoo_is_found_compatible(tiny: Path, style: str) -> None:
     assert found.parity.passed
 
 
-@each
+@each_style
 def test_the_map_equals_the_hand_written_one(tiny: Path, style: str) -> None:
     found = adapted(style, tiny)
     name_map = found.adaptation.name_map
@@ -46,47 +46,47 @@ def test_the_map_equals_the_hand_written_one(tiny: Path, style: str) -> None:
     assert name_map.zeros == MODELS[style].zero
 
 
-@each
+@each_style
 def test_the_model_computes_the_logits_of_transformers(tiny: Path, style: str) -> None:
     assert error_of(adapted(style, tiny).model) < 1e-5
 
 
-@each
+@each_style
 def test_the_round_trip_of_the_weights_is_bit_identical(tiny: Path, style: str) -> None:
     found = adapted(style, tiny)
     written = to_hf_state_dict(found.model, found.adaptation.name_map)
-    identical(written, load_file(tiny / "model.safetensors"))
+    check_identical(written, load_file(tiny / "model.safetensors"))
 
 
-@each
+@each_style
 def test_the_map_loads_into_a_fresh_model(tiny: Path, style: str) -> None:
     found, fresh = adapted(style, tiny), build_style(style, tiny)
-    assert not error_of(fresh) < 0.1  # its own weights are random
+    assert not error_of(fresh) < 0.1  # its weights are random
     load_into(fresh, found.adaptation.name_map, tiny)
     ours = dict(fresh.named_parameters())
-    identical(ours, {name: p.detach() for name, p in found.model.named_parameters()})
+    check_identical(ours, {name: p.detach() for name, p in found.model.named_parameters()})
     assert error_of(fresh) < 1e-5
 
 
 @pytest.mark.parametrize("style", ["nano", "lens", "vkq_fused", "lecture"])
-def test_another_checkpoint_of_the_same_shape_needs_no_second_adapt(
+def test_the_map_loads_another_checkpoint_of_the_same_shape(
     tiny: Path, make_checkpoint: MakeCheckpoint, style: str
 ) -> None:
     other = make_checkpoint(seed=5)
     model = build_style(style, tiny)
     load_into(model, adapted(style, tiny).adaptation.name_map, other)
-    identical(
+    check_identical(
         to_hf_state_dict(model, adapted(style, tiny).adaptation.name_map),
         load_file(other / "model.safetensors"),
     )
-    assert error_of(model) > 0.1  # equal to the other checkpoint, not to `tiny`
+    assert error_of(model) > 0.1  # the model has the other checkpoint's weights
 
 
 # The checks above detect a map with one error.
 
 
 class Reversed:
-    """An op whose first parameter gets its rows in reverse order."""
+    """An operation that reverses the rows of its first parameter."""
 
     def __init__(self, op: Op) -> None:
         self.op = op
@@ -115,7 +115,7 @@ def test_one_wrong_operation_changes_the_logits(tiny: Path, style: str, hf: str)
 
 
 @pytest.mark.parametrize("style", ["nano", "mingpt", "flat"])
-def test_two_exchanged_rows_change_the_map_and_the_logits(tiny: Path, style: str) -> None:
+def test_exchanging_two_rows_changes_the_map_and_the_logits(tiny: Path, style: str) -> None:
     name_map = adapted(style, tiny).adaptation.name_map
     ours = {row.hf: row.ours for row in name_map.rows}
     other = {"h.{i}.ln_1.weight": "h.{i}.ln_2.weight", "h.{i}.ln_2.weight": "h.{i}.ln_1.weight"}
@@ -145,7 +145,7 @@ def test_slices_of_one_parameter_are_loaded_on_the_meta_device(tiny: Path) -> No
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_map_with_a_wrong_slice_is_refused(tiny: Path, number: int) -> None:
-    """The slice of layer 2 is named twice or does not exist, so that one has no row."""
+    """The slice of layer 2 is named twice or does not exist, so that one slice has no row."""
     name_map = adapted("stacked", tiny).adaptation.name_map
     rows = [row.at(i) for row in name_map.rows for i in range(3 if "{i}" in row.hf else 1)]
     wrong = [
@@ -156,4 +156,4 @@ def test_a_map_with_a_wrong_slice_is_refused(tiny: Path, number: int) -> None:
     before = {name: value.clone() for name, value in fresh.state_dict().items()}
     with pytest.raises(NameMapError, match=r"up_weight\[(1|2)\]"):
         load_into(fresh, NameMap(tuple(wrong)), tiny)
-    identical(fresh.state_dict(), before)
+    check_identical(fresh.state_dict(), before)

@@ -1,6 +1,6 @@
 """A correct checkpoint in every layout, small enough to be broken thousands of times.
 
-It is written from tables of its own: neither compat nor transformers helps.
+It is written from tables in this file, without the help of compat or transformers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ BLOCK = {
     "mlp.c_proj.weight": (4 * C, C),
     "mlp.c_proj.bias": (C,),
 }
-ENDS = {"wte.weight": (V, C), "wpe.weight": (N, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
+EMBEDDINGS_AND_NORM = {
+    "wte.weight": (V, C), "wpe.weight": (N, C), "ln_f.weight": (C,), "ln_f.bias": (C,)
+}  # fmt: skip
 PROJECTIONS = tuple(name for name, shape in BLOCK.items() if len(shape) == 2)
 
 END = "<|endoftext|>"
@@ -58,9 +60,11 @@ MERGES = ["t h", "th e", "i n"]
 
 
 def state() -> State:
-    """Every tensor under Hugging Face's name, with the same noise on every call."""
+    """Return all tensors by Hugging Face's names, with the same noise in every call."""
     generator = torch.Generator().manual_seed(4)
-    shapes = ENDS | {f"h.{i}.{k}": shape for i in range(LAYERS) for k, shape in BLOCK.items()}
+    shapes = EMBEDDINGS_AND_NORM | {
+        f"h.{i}.{k}": shape for i in range(LAYERS) for k, shape in BLOCK.items()
+    }
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
@@ -69,7 +73,7 @@ def prefixed(tensors: State) -> State:
 
 
 def linear(tensors: State) -> State:
-    """The same state with the projections of `nn.Linear` and an untied head."""
+    """Return the same state with projections in the layout of `nn.Linear` and an untied head."""
     transposed = {
         name: tensor.t().contiguous() if name.endswith(PROJECTIONS) else tensor
         for name, tensor in tensors.items()
@@ -78,7 +82,7 @@ def linear(tensors: State) -> State:
 
 
 def vocab() -> dict[str, int]:
-    """The 256 bytes in GPT-2's characters, the results of merges, and end-of-text."""
+    """Return the 256 bytes in GPT-2's characters, the results of merges, and end-of-text."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [chr(256 + i) for i in range(256 - len(printable))]
     tokens = [*map(chr, printable), *hidden, *(m.replace(" ", "") for m in MERGES)]
@@ -86,7 +90,7 @@ def vocab() -> dict[str, int]:
 
 
 def tokenizer_json() -> dict[str, Any]:
-    """The same tokenizer in one file."""
+    """Return the same tokenizer as the content of one file."""
     return {
         "version": "1.0",
         "added_tokens": [{"id": 260, "content": END, "special": True}],
@@ -115,7 +119,7 @@ def _with_prefix(folder: Path) -> None:
 
 
 def shard(tensors: State, folder: Path, stem: str, write: Callable[[State, Path], None]) -> None:
-    """Write two files and their index: model.safetensors.index.json, for example."""
+    """Write two files and their index, for example model.safetensors.index.json."""
     names, (start, ending) = list(tensors), stem.split(".")
     files = [f"{start}-0000{k}-of-00002.{ending}" for k in (1, 2)]
     parts = [{name: tensors[name] for name in names[k::2]} for k in (0, 1)]
@@ -144,7 +148,7 @@ def _legacy(folder: Path) -> None:
 
 
 def nanogpt() -> dict[str, Any]:
-    """Save the checkpoint as nanoGPT's train.py does, without the optimizer."""
+    """Return the checkpoint as nanoGPT's train.py saves it, without the optimizer."""
     sizes = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": C, "block_size": N, "vocab_size": V}
     tensors = {f"_orig_mod.transformer.{k}": v for k, v in linear(state()).items()}
     tensors["_orig_mod.lm_head.weight"] = tensors["_orig_mod.transformer.wte.weight"]
@@ -164,7 +168,7 @@ def _nanogpt(folder: Path) -> None:
 
 
 def _mingpt(folder: Path) -> None:
-    """Save as minGPT and makemore do: masks beside the weights, sizes in a separate file."""
+    """Save the checkpoint as minGPT and makemore do, with masks, and with sizes in another file."""
     masks = {f"h.{i}.attn.bias": torch.ones(N, N).tril()[None, None] for i in range(LAYERS)}
     tensors = {f"transformer.{name}": v for name, v in (linear(state()) | masks).items()}
     tensors["lm_head.weight"] = tensors.pop("transformer.lm_head.weight")
@@ -185,7 +189,7 @@ LAYOUTS: dict[str, Callable[[Path], None]] = {
 
 
 def build(folder: Path, layout: str = "safetensors") -> Path:
-    """A checkpoint that loads, with its tokenizer."""
+    """Write a valid checkpoint with its tokenizer, and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", CONFIG)
     write_tokenizer(folder)

@@ -22,10 +22,10 @@ class Fault:
     """A change of a folder, and the expected outcome.
 
     Args:
-        breaks: breaks the folder, and may return what is to be opened instead of it.
-        says: what the error's message has to say, beside where; without an error, the notes.
-        error: the error's class, or None where the checkpoint loads all the same.
-        layout: of the checkpoint before.
+        breaks: breaks the folder, and may return another path to open.
+        says: fragments of the error message, or of the notes if there is no error.
+        error: the class of the error, or None if the checkpoint loads nevertheless.
+        layout: the layout of the checkpoint before the change.
     """
 
     breaks: Callable[[Path], Path | None]
@@ -35,7 +35,7 @@ class Fault:
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Change the header of a safetensors file; the stated length is right, and the data stays."""
+    """Change the header of a safetensors file; its stated length is correct, and the data stays."""
 
     def breaks(folder: Path) -> None:
         data = (folder / WEIGHTS).read_bytes()

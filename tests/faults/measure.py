@@ -1,4 +1,4 @@
-"""Opens broken checkpoints in a separate process and reports outcome, time and memory."""
+"""Opens broken checkpoints in a separate process, and reports the outcome, time and memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.fuzz.worker import status
 ROOM_MB = 1024
 
 
-def opened(source: Path) -> list[str]:
-    """Open a checkpoint, load a model and a tokenizer, and return the notes."""
+def open_all(source: Path) -> list[str]:
+    """Open a checkpoint, load models and a tokenizer, and return the notes."""
     checkpoint = open_checkpoint(source)
     load_pretrained(checkpoint, "linear")
     load_pretrained(checkpoint, "conv1d")
@@ -26,26 +26,26 @@ def opened(source: Path) -> list[str]:
     return checkpoint.notes
 
 
-def came_of(source: Path) -> dict[str, object]:
-    """Return the error or the notes, the seconds, and the additional MB."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+def outcome_of(source: Path) -> dict[str, object]:
+    """Return the error or the notes, the seconds, and the additional memory in MB."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, start = status("VmRSS"), time.perf_counter()
     error, text = None, ""
     try:
-        text = "\n".join(opened(source))
-    except BaseException as raised:  # tiktoken's panics are no Exception
+        text = "\n".join(open_all(source))
+    except BaseException as raised:  # panics of tiktoken are not an Exception
         error, text = type(raised).__name__, str(raised)
     seconds, grown = time.perf_counter() - start, (status("VmHWM") - before) / 1024
     return {"error": error, "text": text, "seconds": seconds, "mb": grown}
 
 
-def main(pipe: Connection, sound: Path, sources: list[Path]) -> None:
+def main(pipe: Connection, valid: Path, sources: list[Path]) -> None:
     """Open each of the sources, after a valid checkpoint."""
     warnings.simplefilter("error")
-    torch.set_num_threads(1)  # threads take address space
-    opened(sound)  # imports do not count
+    torch.set_num_threads(1)  # because threads need address space
+    open_all(valid)  # so that imports are not measured
     most = (status("VmSize") << 10) + (ROOM_MB << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     pipe.send("ready")
     for source in sources:
-        pipe.send(came_of(source))
+        pipe.send(outcome_of(source))

@@ -19,7 +19,7 @@ def _field(name: str, value: Any, *says: str) -> Fault:
 
 
 def _raw(name: str, text: str) -> Callable[[Path], None]:
-    """A value as JSON text, for values that json.dumps cannot write."""
+    """Write a value as JSON text, for values that json.dumps cannot write."""
 
     def breaks(folder: Path) -> None:
         config = json.loads((folder / CONFIG).read_text())

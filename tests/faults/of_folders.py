@@ -18,7 +18,7 @@ FIRST, SECOND = (f"model-0000{k}-of-00002.safetensors" for k in (1, 2))
 
 
 def _shard_named(name: str) -> Callable[[Path], None]:
-    """The index names another file for one tensor."""
+    """Let the index name another file for one tensor."""
 
     def breaks(folder: Path) -> None:
         index = json.loads((folder / INDEX).read_text())
@@ -28,8 +28,8 @@ def _shard_named(name: str) -> Callable[[Path], None]:
     return breaks
 
 
-def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Replace a file by something else."""
+def _replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Replace a file with something else."""
 
     def breaks(folder: Path) -> None:
         (folder / name).unlink()
@@ -39,10 +39,10 @@ def _instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None
 
 
 def _opened(name: str, make: Callable[[Path], object]) -> Callable[[Path], Path]:
-    """The same, and open that path."""
+    """Replace a file with something else, and open its path."""
 
     def breaks(folder: Path) -> Path:
-        _instead(name, make)(folder)
+        _replaced(name, make)(folder)
         return folder / name
 
     return breaks
@@ -53,7 +53,7 @@ def _zeros(path: Path) -> None:
 
 
 def _moved(folder: Path) -> None:
-    """Move a tensor to another shard than the index says."""
+    """Move a tensor to a shard other than the index states."""
     first, second = load_file(folder / FIRST), load_file(folder / SECOND)
     name = next(iter(first))
     save_file({**second, name: first.pop(name)}, folder / SECOND)
@@ -65,7 +65,7 @@ def _twice(folder: Path) -> None:
     save_file({**second, next(iter(first)): next(iter(first.values()))}, folder / SECOND)
 
 
-def _untold(folder: Path) -> None:
+def _unlisted(folder: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     del index["weight_map"]["transformer.ln_f.bias"]
     (folder / INDEX).write_text(json.dumps(index))
@@ -82,7 +82,7 @@ def _both(folder: Path) -> None:
 
 
 def _linked(folder: Path) -> None:
-    """Replace files by links to other folders, as in the hub's cache."""
+    """Replace files with links to another path, as in the hub's cache."""
     blob = folder / "blob"
     (folder / WEIGHTS).rename(blob)
     (folder / WEIGHTS).symlink_to(blob)
@@ -95,7 +95,7 @@ def _index(**fields: Any) -> Fault:
 
 
 _OUTSIDE = ("../a.safetensors", "/etc/passwd", "sub/a.safetensors", "C:a.safetensors")
-_ODD = ("", ".", "..", "a\\b.safetensors", "a\0b", "a\x1b[2J", "\ud800")
+_INVALID = ("", ".", "..", "a\\b.safetensors", "a\0b", "a\x1b[2J", "\ud800")
 
 FAULTS = {
     "folder: nothing there": Fault(
@@ -107,15 +107,15 @@ FAULTS = {
         ("model.gguf", "ends in .safetensors"),
     ),
     "folder: weights that are a folder": Fault(
-        _instead(WEIGHTS, Path.mkdir), ("holds no weights",)
+        _replaced(WEIGHTS, Path.mkdir), ("holds no weights",)
     ),
-    "folder: weights that are a pipe": Fault(_instead(WEIGHTS, os.mkfifo), ("holds no weights",)),
+    "folder: weights that are a pipe": Fault(_replaced(WEIGHTS, os.mkfifo), ("holds no weights",)),
     "folder: a pipe is opened": Fault(_opened(WEIGHTS, os.mkfifo), (WEIGHTS, "neither a folder")),
     "folder: an endless device is opened": Fault(
         _opened(WEIGHTS, _zeros), (WEIGHTS, "neither a folder")
     ),
     "folder: a link that leads nowhere": Fault(
-        _instead(WEIGHTS, lambda path: path.symlink_to("lost")), ("holds no weights",)
+        _replaced(WEIGHTS, lambda path: path.symlink_to("lost")), ("holds no weights",)
     ),
     "folder: a link out of it loads": Fault(_linked, (), None),
     "folder: a single file and shards load": Fault(
@@ -124,10 +124,10 @@ FAULTS = {
     "config: missing": Fault(
         without("config.json"), ("config.json is missing", "beside the weights")
     ),
-    "config: a folder": Fault(_instead("config.json", Path.mkdir), ("config.json", "directory")),
-    "config: a pipe": Fault(_instead("config.json", os.mkfifo), ("config.json", "is a pipe")),
+    "config: a folder": Fault(_replaced("config.json", Path.mkdir), ("config.json", "directory")),
+    "config: a pipe": Fault(_replaced("config.json", os.mkfifo), ("config.json", "is a pipe")),
     "config: an endless device": Fault(
-        _instead("config.json", _zeros), ("config.json", "a device")
+        _replaced("config.json", _zeros), ("config.json", "a device")
     ),
     "config: 4 GB of nothing": Fault(
         sparse("config.json", 4 << 30),
@@ -140,10 +140,10 @@ FAULTS = {
         without(FIRST, SECOND), (FIRST, SECOND, "2 of the 2", "Download them"), layout="shards"
     ),
     "shards: one that is a pipe": Fault(
-        _instead(SECOND, os.mkfifo), ("lacks", SECOND), layout="shards"
+        _replaced(SECOND, os.mkfifo), ("lacks", SECOND), layout="shards"
     ),
     "shards: one that is an endless device": Fault(
-        _instead(SECOND, _zeros), ("lacks", SECOND), layout="shards"
+        _replaced(SECOND, _zeros), ("lacks", SECOND), layout="shards"
     ),
     "shards: one that is damaged": Fault(
         content(SECOND, b"\0" * 9), (SECOND, "cannot be read as safetensors"), layout="shards"
@@ -152,7 +152,7 @@ FAULTS = {
         f"shards: one at {name!r}": Fault(
             _shard_named(name), (INDEX, "shards must lie beside the index"), layout="shards"
         )
-        for name in (*_OUTSIDE, *_ODD)
+        for name in (*_OUTSIDE, *_INVALID)
     },
     "shards: a tensor in another one": Fault(
         _moved, (INDEX, "1 not in the shard it names", "Download or export"), layout="shards"
@@ -164,7 +164,7 @@ FAULTS = {
         layout="shards",
     ),
     "shards: a tensor that the index does not tell": Fault(
-        _untold,
+        _unlisted,
         (INDEX, "1 in a shard but not in the index: transformer.ln_f.bias"),
         layout="shards",
     ),

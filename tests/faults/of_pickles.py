@@ -218,7 +218,7 @@ FAULTS = {
         keys_as(lambda keys: keys[:-1]), (PICKLE, "the data of all of its tensors"), layout="legacy"
     ),
     "old style: data of one tensor listed twice": Fault(
-        keys_as(lambda keys: [*keys[:-1], "".join([*keys[0]])]),  # written out a second time
+        keys_as(lambda keys: [*keys[:-1], "".join([*keys[0]])]),  # equal, but another object
         (*_UNREADABLE, "its list of the data that follows is damaged"),
         layout="legacy",
     ),

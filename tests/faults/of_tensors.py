@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.faults.builder import C, State, V
 from tests.faults.fault import WEIGHTS, Fault, tensors
 
-_NOT_ASKED = (WEIGHTS, "does not hold the tensors that its config requires", "Check that")
+_UNEXPECTED = (WEIGHTS, "does not hold the tensors that its config requires", "Check that")
 C_FC = "h.1.mlp.c_fc.weight"
 
 
@@ -44,62 +44,62 @@ def _twice(folder: Path) -> None:
 FAULTS = {
     "tensors: one missing": Fault(
         tensors(lambda state: state.pop("h.1.attn.c_proj.bias")),
-        (*_NOT_ASKED, "1 missing: h.1.attn.c_proj.bias"),
+        (*_UNEXPECTED, "1 missing: h.1.attn.c_proj.bias"),
     ),
     "tensors: the embedding missing": Fault(
-        tensors(lambda state: state.pop("wte.weight")), (*_NOT_ASKED, "missing: wte.weight")
+        tensors(lambda state: state.pop("wte.weight")), (*_UNEXPECTED, "missing: wte.weight")
     ),
     "tensors: an untied head missing": Fault(
         tensors(lambda state: None, tie_word_embeddings=False),
-        (*_NOT_ASKED, "1 missing: lm_head.weight"),
+        (*_UNEXPECTED, "1 missing: lm_head.weight"),
     ),
     "tensors: one unexpected": Fault(
-        _with("h.0.adapter", torch.ones(2)), (*_NOT_ASKED, "1 unexpected: h.0.adapter")
+        _with("h.0.adapter", torch.ones(2)), (*_UNEXPECTED, "1 unexpected: h.0.adapter")
     ),
     "tensors: one renamed": Fault(
         _renamed("h.0.ln_1.weight", "h.0.ln1.weight"),
-        (*_NOT_ASKED, "1 missing: h.0.ln_1.weight", "1 unexpected: h.0.ln1.weight"),
+        (*_UNEXPECTED, "1 missing: h.0.ln_1.weight", "1 unexpected: h.0.ln1.weight"),
     ),
     "tensors: a layer with a zero in front": Fault(
         _renamed("h.0.ln_1.weight", "h.00.ln_1.weight"),
-        (*_NOT_ASKED, "1 missing: h.0.ln_1.weight", "1 unexpected: h.00.ln_1.weight"),
+        (*_UNEXPECTED, "1 missing: h.0.ln_1.weight", "1 unexpected: h.00.ln_1.weight"),
     ),
     "tensors: a layer of 5,000 digits": Fault(
-        _with(f"h.{'1' * 5000}.x", torch.ones(2)), (*_NOT_ASKED, "1 unexpected: h.111")
+        _with(f"h.{'1' * 5000}.x", torch.ones(2)), (*_UNEXPECTED, "1 unexpected: h.111")
     ),
     "tensors: a name of a megabyte": Fault(
-        _with("x" * 1_000_000, torch.ones(2)), (*_NOT_ASKED, "1 unexpected: xxx")
+        _with("x" * 1_000_000, torch.ones(2)), (*_UNEXPECTED, "1 unexpected: xxx")
     ),
     "tensors: a name that clears the screen": Fault(
-        _with("h.0.\x1b[2J\n", torch.ones(2)), (*_NOT_ASKED, "1 unexpected: h.0.\\x1b[2J")
+        _with("h.0.\x1b[2J\n", torch.ones(2)), (*_UNEXPECTED, "1 unexpected: h.0.\\x1b[2J")
     ),
     "tensors: a name with and without prefix": Fault(
         _twice, (WEIGHTS, "ln_f.bias a second time", "with each tensor once")
     ),
     "tensors: transposed": Fault(
         tensors(lambda state: state.update({C_FC: state[C_FC].t()})),
-        (*_NOT_ASKED, f"{C_FC}: looks transposed: expected [8, 32], found [32, 8]"),
+        (*_UNEXPECTED, f"{C_FC}: looks transposed: expected [8, 32], found [32, 8]"),
     ),
     "tensors: of another shape": Fault(
-        _with(C_FC, torch.ones(C, 3)), (*_NOT_ASKED, f"{C_FC}: expected [8, 32], found [8, 3]")
+        _with(C_FC, torch.ones(C, 3)), (*_UNEXPECTED, f"{C_FC}: expected [8, 32], found [8, 3]")
     ),
     "tensors: an embedding with more rows": Fault(
         _with("wte.weight", torch.ones(V + 2, C)),
         (
-            *_NOT_ASKED,
+            *_UNEXPECTED,
             "wte.weight: expected [262, 8], found [264, 8]",
             "config.json has vocab_size",
         ),
     ),
     "tensors: positions with fewer rows": Fault(
         _with("wpe.weight", torch.ones(4, C)),
-        (*_NOT_ASKED, "wpe.weight: expected [8, 8], found [4, 8]", "config.json has n_positions"),
+        (*_UNEXPECTED, "wpe.weight: expected [8, 8], found [4, 8]", "config.json has n_positions"),
     ),
     "tensors: a number without axes": Fault(
-        _with("ln_f.bias", torch.tensor(1.0)), (*_NOT_ASKED, "ln_f.bias: expected [8], found []")
+        _with("ln_f.bias", torch.tensor(1.0)), (*_UNEXPECTED, "ln_f.bias: expected [8], found []")
     ),
     **{
-        f"tensors: {dtype}": Fault(_to(C_FC, dtype), (*_NOT_ASKED, C_FC, "floating-point"))
+        f"tensors: {dtype}": Fault(_to(C_FC, dtype), (*_UNEXPECTED, C_FC, "floating-point"))
         for dtype in (torch.int64, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn)
     },
     **{

@@ -19,7 +19,7 @@ def _fault(breaks: Callable[[Path], Any], *says: str) -> Fault:
 
 
 def _whole(**changes: Any) -> Callable[[Path], None]:
-    """A tokenizer.json with other fields."""
+    """Write a tokenizer.json with other fields."""
 
     def breaks(folder: Path) -> None:
         write_json(folder / WHOLE, {**tokenizer_json(), **changes})
@@ -41,7 +41,7 @@ def _token_twice(folder: Path) -> None:
 
 
 def _doubling(folder: Path) -> None:
-    """Every merge doubles the length of the token; checking is quadratic in it."""
+    """Write merges each of which doubles a token's length; checking takes quadratic time."""
     tokens = ["a" * 2**k for k in range(1, 20)]
     table = {token: i for i, token in enumerate([*list(vocab())[:256], *tokens])}
     write_json(folder / VOCAB, table)

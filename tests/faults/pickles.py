@@ -21,7 +21,7 @@ MARK = "a payload was run"
 
 
 class Malice:
-    """An object that creates a folder beside the weights when it is unpickled."""
+    """An object that creates a folder next to the weights when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,7 +31,7 @@ class Malice:
 
 
 class MaliceByEval:
-    """The same by builtins.eval, which pickles can call like any function."""
+    """The same by builtins.eval, which pickles can call like any other function."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ def plain_pickle(folder: Path) -> None:
 
 
 def zip_around(pickle_bytes: bytes, **more: bytes) -> Callable[[Path], None]:
-    """Write an archive like torch.save around any pickle."""
+    """Write an archive like that of torch.save with any pickle."""
 
     def breaks(folder: Path) -> None:
         with zipfile.ZipFile(folder / PICKLE, "w") as archive:
@@ -75,7 +75,7 @@ def compressed(folder: Path) -> None:
 
 
 def two_ends(folder: Path) -> None:
-    """Python's reader uses the directory before the end, PyTorch's the one that the end names."""
+    """Write an archive in which Python's reader and PyTorch's find different directories."""
     hidden = io.BytesIO()
     with zipfile.ZipFile(hidden, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}." + bytes(50_000_000))
@@ -88,7 +88,7 @@ def two_ends(folder: Path) -> None:
 
 
 def old_style(first: bytes, keys: bytes = b"]", data: bytes = b"") -> Callable[[Path], None]:
-    """A legacy file (before torch 1.6) around a pickle of tensors."""
+    """Write a legacy file (before torch 1.6) with any pickle of tensors."""
     start = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."
     return content(PICKLE, start + first + b"\x80\x02" + keys + b"." + data)
 
@@ -115,7 +115,7 @@ def wte(of: Callable[[torch.Tensor], Any]) -> Callable[[Path], Any]:
 
 def nested(tensor: torch.Tensor) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that they are a prototype
+        warnings.simplefilter("ignore")  # nested tensors warn that they are a prototype
         return torch.nested.nested_tensor([tensor, tensor[:2]])
 
 
@@ -132,7 +132,7 @@ def trailing(folder: Path) -> None:
 
 
 def keys_as(change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
-    """A legacy file that lists other storage keys; the data is complete."""
+    """Write a legacy file that lists other storage keys; the data is complete."""
 
     def breaks(folder: Path) -> None:
         data, start = (folder / PICKLE).read_bytes(), b"\x80\x02]q\x00("
@@ -146,7 +146,7 @@ def keys_as(change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
 
 
 def flagged(folder: Path) -> None:
-    """An archive member that is marked as a folder but is not one."""
+    """Mark an archive member as a folder, although it is a file."""
     data = (folder / PICKLE).read_bytes()
     at = data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/3")) + 38
     (folder / PICKLE).write_bytes(data[:at] + b"\x10" + data[at + 1 :])

@@ -1,4 +1,4 @@
-"""Every fault has its expected outcome within 2 seconds and 200 MB; no code is executed."""
+"""Every fault has its expected outcome within 2 s and 200 MB, and no code is executed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.fuzz.worker import LONGEST_MESSAGE
 TABLES = (of_safetensors, of_pickles, of_tensors, of_folders, of_configs, of_tokenizers)
 FAULTS: dict[str, Fault] = {k: v for table in TABLES for k, v in table.FAULTS.items()}
 MOST_SECONDS, MOST_MB = 2.0, 200
-GIVES_UP, STARTS = 20.0, 120.0
+ANSWERS_WITHIN, STARTS_WITHIN = 20.0, 120.0
 
 Outcome = dict[str, Any]
 
@@ -41,8 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     top, found = tmp_path_factory.mktemp("faults"), {}
     for number, (name, fault) in enumerate(FAULTS.items()):
         folder = build(top / f"broken-{number}", fault.layout)
-        instead = fault.breaks(folder)
-        found[name] = instead if isinstance(instead, Path) else folder
+        other_path = fault.breaks(folder)
+        found[name] = other_path if isinstance(other_path, Path) else folder
     return found
 
 
@@ -50,19 +50,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def outcomes(
     folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Outcome]:
-    """Fault → its outcome, from a process that is restarted if a fault ends it."""
-    sound = build(tmp_path_factory.mktemp("measured") / "sound")
-    left, found = list(folders), {}
-    while left:
+    """Fault → its outcome, from a process that is restarted if a fault terminates it."""
+    valid = build(tmp_path_factory.mktemp("measured") / "valid")
+    remaining, found = list(folders), {}
+    while remaining:
         ours, theirs = Pipe()
-        task = (theirs, sound, [folders[name] for name in left])
+        task = (theirs, valid, [folders[name] for name in remaining])
         process: Any = CONTEXT.Process(target=measure.main, args=task, daemon=True)
         process.start()
-        theirs.close()  # so that the end of the process is the end of the pipe
-        assert answer(ours, STARTS) == "ready"
-        while left:
-            name = left.pop(0)
-            found[name] = answer(ours, GIVES_UP)
+        theirs.close()  # so that the pipe closes when the process ends
+        assert answer(ours, STARTS_WITHIN) == "ready"
+        while remaining:
+            name = remaining.pop(0)
+            found[name] = answer(ours, ANSWERS_WITHIN)
             if not found[name]:
                 break
         process.kill()
@@ -71,25 +71,23 @@ def outcomes(
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_has_its_one_outcome(
+def test_a_fault_has_its_expected_outcome(
     name: str, outcomes: dict[str, Outcome], folders: dict[str, Path]
 ) -> None:
     fault, outcome = FAULTS[name], outcomes[name]
-    assert outcome, "the process died or hung"
+    assert outcome, "the process crashed or did not answer"
     assert outcome["error"] == (fault.error and fault.error.__name__), outcome["text"]
     for fragment in fault.says:
         assert fragment in outcome["text"]
     if fault.error:
-        assert "broken-" in outcome["text"], "the message does not say where"
+        assert "broken-" in outcome["text"], "the message does not contain the path"
     assert "weights_only" not in outcome["text"]
     assert len(outcome["text"]) < LONGEST_MESSAGE
     assert outcome["seconds"] < MOST_SECONDS
     assert outcome["mb"] < MOST_MB
 
 
-def test_no_code_in_any_of_them_was_executed(
-    outcomes: dict[str, Outcome], folders: dict[str, Path]
-) -> None:
+def test_no_payload_was_executed(outcomes: dict[str, Outcome], folders: dict[str, Path]) -> None:
     assert outcomes.keys() == FAULTS.keys()
     top = next(iter(folders.values())).parent
     assert list(top.rglob(MARK)) == []
@@ -97,10 +95,10 @@ def test_no_code_in_any_of_them_was_executed(
 
 @pytest.mark.parametrize("kind", [Malice, MaliceByEval])
 @pytest.mark.parametrize("writer", ["pickle", "zip", "old style"])
-def test_the_payloads_run_if_nothing_stops_them(
+def test_the_payloads_run_without_protection(
     tmp_path: Path, kind: type[Malice | MaliceByEval], writer: str
 ) -> None:
-    """Without this, the test above would prove nothing."""
+    """The previous test depends on this."""
     path = tmp_path / "payload"
     if writer == "pickle":
         path.write_bytes(pickle.dumps(kind(tmp_path), protocol=2))

@@ -1,4 +1,4 @@
-"""Loaders with one mistake each, which the harness must find."""
+"""Loaders with one mistake each, all of which the harness must detect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutations of what `torch.save` writes: the archive's fields and the pickle's opcodes."""
+"""Mutations of the files of `torch.save`: fields of the archive and opcodes of the pickle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zipfile
 from itertools import pairwise
 from random import Random
 
-# Signature → fields of the structure that it begins, as (offset, bytes).
+# Signature → fields of the structure that starts with it, as (offset, bytes).
 _FIELDS = {
     b"PK\x03\x04": [(4, 2), (6, 2), (8, 2), (14, 4), (18, 4), (22, 4), (26, 2), (28, 2)],
     b"PK\x01\x02": [(6, 2), (8, 2), (10, 2), (16, 4), (20, 4), (24, 4), (28, 2), (30, 2), (42, 4)],
@@ -36,16 +36,16 @@ _STRAY = [
 
 
 def mutate_zip(data: bytes, rng: Random) -> bytes:
-    """One field of the archive's structures, or the whole archive written in another way."""
+    """Change one field of the archive's structures, or rewrite the archive."""
     if rng.random() < 0.15:
         return _rewritten(data, rng)
-    places = [
+    positions = [
         (at + offset, size)
         for signature, fields in _FIELDS.items()
         for at in _occurrences(data, signature)
         for offset, size in fields
     ]
-    at, size = rng.choice(places)
+    at, size = rng.choice(positions)
     old = int.from_bytes(data[at : at + size], "little")
     odd = (0, 1, 8, old + 1, old - 1, old * 2, 2 ** (8 * size) - 1, rng.getrandbits(8 * size))
     new = rng.choice(odd) % 2 ** (8 * size)
@@ -61,7 +61,7 @@ def _occurrences(data: bytes, signature: bytes) -> list[int]:
 
 
 def _rewritten(data: bytes, rng: Random, pickle: bytes | None = None) -> bytes:
-    """Written by zipfile: compressed, or with a missing, renamed, repeated or exchanged entry."""
+    """Rewrite the archive: compressed, or with a missing, renamed, repeated or exchanged entry."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
     if pickle is not None:
@@ -83,7 +83,7 @@ def _rewritten(data: bytes, rng: Random, pickle: bytes | None = None) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", method) as archive:
         for name, value in entries:
-            info = zipfile.ZipInfo(name)  # of a fixed date; and without a warning for names twice
+            info = zipfile.ZipInfo(name)  # has a fixed date, and repeated names cause no warning
             info.compress_type = method
             archive.NameToInfo.pop(name, None)
             archive.writestr(info, value)
@@ -91,7 +91,7 @@ def _rewritten(data: bytes, rng: Random, pickle: bytes | None = None) -> bytes:
 
 
 def mutate_zipped_pickle(data: bytes, rng: Random) -> bytes:
-    """Mutate the pickle in the archive only."""
+    """Mutate only the pickle in the archive."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         pickle = archive.read(name)
@@ -107,12 +107,12 @@ def _mutate_stream(data: bytes, rng: Random, count: int) -> bytes:
     ops, rest = _opcodes(data, count)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         k = rng.randrange(len(ops))
-        ops[k] = _instead(ops[k], rng.choice(ops), rng)
+        ops[k] = _replacement(ops[k], rng.choice(ops), rng)
     return b"".join(ops) + rest
 
 
 def _opcodes(data: bytes, count: int) -> tuple[list[bytes], bytes]:
-    """Yield each opcode of the first pickles with its argument, and the remaining bytes."""
+    """Return the opcodes of the first pickles with their arguments, and the remaining bytes."""
     bounds, start = [], 0
     for _ in range(count):
         bounds += [start + (at or 0) for _, _, at in pickletools.genops(data[start:])]
@@ -120,8 +120,8 @@ def _opcodes(data: bytes, count: int) -> tuple[list[bytes], bytes]:
     return [data[i:j] for i, j in pairwise([*bounds, start])], data[start:]
 
 
-def _instead(op: bytes, another: bytes, rng: Random) -> bytes:
-    """A replacement for an opcode and its argument."""
+def _replacement(op: bytes, another: bytes, rng: Random) -> bytes:
+    """Return a replacement of an opcode and its argument."""
     changed = op[:-1] + bytes([rng.choice((0, 1, 2, 255, rng.randrange(256)))])
     kind = rng.randrange(9)
     if kind == 0 or (op[:1] == b"c" and kind < 5):

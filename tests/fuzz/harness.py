@@ -15,12 +15,12 @@ from tests.fuzz import worker
 from tests.fuzz.mutations import KINDS, mutation
 
 STARTS_WITHIN, ANSWERS_WITHIN = 120.0, 10.0
-A_BATCH = 10_000  # then a fresh process, whose memory is not worn
+BATCH_SIZE = 10_000  # mutations for each process, because its memory fragments
 
 
 @dataclass
 class Report:
-    """The outcomes of the mutations, by kind."""
+    """The outcomes of the mutations by kind."""
 
     seed: int
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -32,7 +32,7 @@ class Report:
             self.failures.append({"index": index, "kind": kind, "fault": fault})
 
     def lines(self) -> list[str]:
-        """A line for each kind, and one for each failure with the command to reproduce it."""
+        """Return a line for each kind, and one for each failure with a command to reproduce it."""
         kinds = dict.fromkeys(kind for kind, _ in self.counts)
         found = [
             f"{kind}: " + ", ".join(f"{n} {what}" for (k, what), n in rows if k == kind)
@@ -53,31 +53,31 @@ def run(
     kind: str | None = None,
     target: str = "tests.fuzz.oracle:load",
 ) -> Report:
-    """Mutations `start` to `start + n` of a seed.
+    """Test the mutations from `start` to `start + n` of a seed.
 
     Args:
-        n: how many.
-        seed: of all of them.
-        start: the first.
-        kind: the only kind to make; else all of them, by turns.
-        target: what loads them, as `module:function`.
+        n: the number of mutations.
+        seed: the seed of all mutations.
+        start: the index of the first mutation.
+        kind: the only kind of mutation; by default, all kinds in turn.
+        target: the loader, as `module:function`.
     """
     report, kinds = Report(seed), [kind] if kind else list(KINDS)
     at = start
     while at < start + n:
-        at = _batch(report, at, min(at + A_BATCH, start + n), kinds, target)
+        at = _batch(report, at, min(at + BATCH_SIZE, start + n), kinds, target)
     return report
 
 
 def _batch(report: Report, start: int, stop: int, kinds: list[str], target: str) -> int:
-    """Run mutations until the process ends; returns the number of the next mutation."""
+    """Run mutations until the process ends, and return the index of the next mutation."""
     ours, theirs = Pipe()
     with TemporaryDirectory(prefix="fuzz-") as folder:
         noise = Path(folder, "noise")
         task = (theirs, folder, noise, report.seed, start, stop, kinds, target)
         process: Any = CONTEXT.Process(target=worker.main, args=task, daemon=True)
         process.start()
-        theirs.close()  # so that the end of the process is the end of the pipe
+        theirs.close()  # so that the pipe closes when the process ends
         try:
             if not answer(ours, STARTS_WITHIN):
                 raise RuntimeError(f"the worker does not start: {noise.read_text()}")
@@ -94,7 +94,7 @@ def _batch(report: Report, start: int, stop: int, kinds: list[str], target: str)
 
 
 def answer(pipe: Connection, within: float) -> Any:
-    """The next answer, or None if the process has ended or does not answer."""
+    """Return the next answer, or an empty one if the process has ended or does not answer."""
     try:
         return pipe.recv() if pipe.poll(within) else {}
     except EOFError:
@@ -102,11 +102,11 @@ def answer(pipe: Connection, within: float) -> Any:
 
 
 def _end(process: Any, noise: Path) -> str:
-    """Why a process does not answer."""
+    """Return why a process does not answer."""
     process.join(0.5)
     code = process.exitcode
     if code is None:
         return f"no answer within {ANSWERS_WITHIN:.0f} s"
     last = (noise.read_text(errors="replace").strip().splitlines() or [""])[-1]
-    how = f"killed by signal {-code}" if code < 0 else f"the process ended with code {code}"
-    return f"{how}: {last}" if last else how
+    cause = f"killed by signal {-code}" if code < 0 else f"the process ended with code {code}"
+    return f"{cause}: {last}" if last else cause

@@ -1,4 +1,4 @@
-"""Mutation number i of a kind is the same for the same seed."""
+"""Mutations, which depend only on their seed, index and kind."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Files = dict[str, bytes]
 Mutator = Callable[[bytes, Random], bytes]
 
 
-# Kind → the layout of its checkpoint, and how each of the files in it may be changed. Bytes may be
-# changed in any of them.
+# Kind → the layout of its checkpoint, and the mutators of each of its files. The bytes of all of
+# these files may be changed, too.
 KINDS: dict[str, tuple[str, dict[str, list[Mutator]]]] = {
     "safetensors": ("safetensors", {"model.safetensors": [mutate_header]}),
     "prefixed": ("prefixed", {"model.safetensors": [mutate_header]}),
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, dict[str, list[Mutator]]]] = {
 
 @cache
 def seed_files(kind: str) -> Files:
-    """A correct checkpoint."""
+    """Return the files of a valid checkpoint."""
     with TemporaryDirectory() as name:
         folder = build(Path(name), KINDS[kind][0])
         if kind == "tokenizer":
@@ -53,7 +53,7 @@ def seed_files(kind: str) -> Files:
 
 
 def mutation(seed: int, index: int, kinds: list[str]) -> tuple[str, Files]:
-    """The kind and the files of mutation `index`."""
+    """Return the kind and the files of mutation `index`."""
     kind = kinds[index % len(kinds)]
     rng, files = Random(f"{seed} {index} {kind}"), dict(seed_files(kind))
     name = rng.choice(list(KINDS[kind][1]))

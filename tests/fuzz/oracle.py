@@ -1,4 +1,4 @@
-"""Reads a mutated file without compat, and compares it with the result of compat."""
+"""Reads a mutated file without compat, and compares it with what compat loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIECES = r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)
 
 @dataclass
 class Loaded:
-    """What compat loads from a folder."""
+    """The values that compat loads from a folder."""
 
     weights: Path
     config: GPT2Config
@@ -39,7 +39,7 @@ Loader = Callable[[Path], Loaded]
 
 
 def load(folder: Path) -> Loaded:
-    """Every tensor, a model and its tokenizer."""
+    """Load all tensors, a model and its tokenizer."""
     checkpoint = open_checkpoint(folder)
     tensors = {name: checkpoint.read(name) for name in checkpoint.infos}
     of_model = to_hf_state_dict(load_pretrained(checkpoint, "conv1d"))
@@ -50,7 +50,7 @@ def load(folder: Path) -> Loaded:
 
 
 def wrong(loaded: Loaded) -> Iterator[str]:
-    """The differences between the loaded values and the files."""
+    """Yield the differences between the loaded values and the files."""
     yield from _wrong_tensors(loaded)
     yield from _wrong_config(loaded)
     yield from _wrong_tokenizer(loaded)
@@ -81,7 +81,7 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _stored(weights: Path) -> tuple[dict[str, Tensor], bool]:
-    """The tensors in Hugging Face's names and layout, and whether biases are zero."""
+    """Return the tensors with Hugging Face's names and layout, and whether biases are zero."""
     names = [weights.name]
     if weights.name.endswith(".index.json"):
         names = sorted(set(json.loads(weights.read_bytes())["weight_map"].values()))
@@ -97,7 +97,7 @@ def _stored(weights: Path) -> tuple[dict[str, Tensor], bool]:
         re.sub(r"^((module|_orig_mod|transformer)\.)*", "", name): tensor.detach()
         for name, tensor in (raw["model"] if "model_args" in raw else raw).items()
     }
-    if weights.suffix == ".pt":  # theirs are as nn.Linear has them
+    if weights.suffix == ".pt":  # these have the layout of nn.Linear
         tensors = {k: v.t() if k.endswith(PROJECTIONS) else v for k, v in tensors.items()}
     return tensors, args.get("bias") is False
 
@@ -131,7 +131,7 @@ def _tables(folder: Path) -> tuple[dict[str, int], list[list[str]]]:
 
 
 def _encoded(vocab: dict[str, int], merges: list[list[str]]) -> list[int]:
-    """Byte-level BPE by definition: of all adjacent pairs, merge the one with the lowest rank."""
+    """Encode by the definition of byte-level BPE: always merge the adjacent pair of lowest rank."""
     ranks = {(left, right): rank for rank, (left, right) in enumerate(merges)}
     hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
     ids: list[int] = []

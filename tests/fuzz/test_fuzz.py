@@ -11,11 +11,11 @@ from tests.fuzz.mutations import KINDS, mutation, seed_files
 CASES = 1000
 
 
-def test_a_mutation_loads_as_its_files_say_or_is_refused() -> None:
+def test_a_mutation_is_loaded_as_its_files_state_or_refused() -> None:
     report = run(CASES, seed=1)
     assert report.failures == [], "\n".join(report.lines())
     assert sum(report.counts.values()) == CASES
-    for kind in KINDS:  # neither all refused nor all harmless, or there is little to see
+    for kind in KINDS:  # enough mutations of each kind must be loaded, and enough refused
         of_kind = {what: n for (k, what), n in report.counts.items() if k == kind}
         assert 3 <= of_kind.pop("loaded") <= CASES / len(KINDS) / 2
         assert sum(of_kind.values()) >= CASES / len(KINDS) / 2
@@ -30,7 +30,7 @@ def test_a_mutation_depends_only_on_its_seed_number_and_kind() -> None:
     assert mutation(5, 0, ["bin"]) != mutation(6, 0, ["bin"]) != mutation(6, 1, ["bin"])
 
 
-def test_nearly_every_mutation_changes_something() -> None:
+def test_almost_all_mutations_change_the_files() -> None:
     for kind in KINDS:
         same = sum(mutation(0, i, [kind])[1] == seed_files(kind) for i in range(100))
         assert same < 15
@@ -72,6 +72,6 @@ def test_a_loader_with_a_mistake_is_found(
     assert "--n 1 --start " in report.lines()[-1]
 
 
-def test_mutations_after_one_that_ends_the_process_are_made_too() -> None:
+def test_mutations_after_one_that_ends_the_process_are_tested() -> None:
     report = run(3, 0, kind="bin", target="tests.fuzz.broken:exits")
     assert [failure["index"] for failure in report.failures] == [0, 1, 2]

@@ -1,6 +1,6 @@
-"""Makes mutations, one after the other, and loads them; says of each what came of it.
+"""Makes mutations, one after the other, loads them, and reports the outcome of each.
 
-All that a hostile file can do may happen here; the harness looks on from outside.
+A hostile file can harm only this process; the harness observes it from outside.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST_MESSAGE = 10_000
 
 
 def write(folder: Path, files: Files) -> None:
-    """Replace the contents of the folder by these files."""
+    """Replace the contents of the folder with these files."""
     for path in folder.iterdir():
         if path.name not in files:
             path.unlink()
@@ -36,12 +36,12 @@ def write(folder: Path, files: Files) -> None:
 
 
 def outcome(folder: Path, load: Loader) -> tuple[str, str]:
-    """The name of the outcome, and the faults of a wrong one."""
+    """Return the name of the outcome, and the faults of a wrong one."""
     try:
         loaded = load(folder)
     except CompatError as error:
         return type(error).__name__, _wrong_message(str(error), folder)
-    except BaseException as error:  # tiktoken's panics are no Exception
+    except BaseException as error:  # panics of tiktoken are not an Exception
         return f"escaped {type(error).__name__}", f"{type(error).__name__}: {str(error)[:300]}"
     return "loaded", "; ".join(list(wrong(loaded))[:3])
 
@@ -55,8 +55,8 @@ def _wrong_message(text: str, folder: Path) -> str:
 
 
 def measured(folder: Path, load: Loader, noise: IO[bytes]) -> tuple[str, str]:
-    """The same, with limits on time and memory, and without output or warnings."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    """Return the same within limits on time and memory, and check for output and warnings."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, start, printed = status("VmRSS"), time.process_time(), noise.tell()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -74,7 +74,7 @@ def measured(folder: Path, load: Loader, noise: IO[bytes]) -> tuple[str, str]:
 
 
 def status(name: str) -> int:
-    """A number of kB from /proc/self/status."""
+    """Return a number of kB from /proc/self/status."""
     text = Path("/proc/self/status").read_text()
     return int(text.split(f"{name}:")[1].split()[0])
 
@@ -89,8 +89,8 @@ def main(
     kinds: list[str],
     target: str,
 ) -> None:
-    """Answer once when the checkpoints load without a mutation, then once for each mutation."""
-    torch.set_num_threads(1)  # threads take address space
+    """Answer once when the unmutated checkpoints are loaded, and then once for each mutation."""
+    torch.set_num_threads(1)  # because threads need address space
     module, _, name = target.partition(":")
     load: Loader = getattr(importlib.import_module(module), name)
     with (
@@ -100,7 +100,7 @@ def main(
         os.dup2(noise.fileno(), 1)
         os.dup2(noise.fileno(), 2)
         folder = Path(folder_name)
-        for kind in kinds:  # imports are not a mutation's fault
+        for kind in kinds:  # so that no mutation is charged for imports
             write(folder, seed_files(kind))
             if (came_of := outcome(folder, load_right)) != ("loaded", ""):
                 raise SystemExit(f"the {kind} checkpoint, unchanged: {came_of}")

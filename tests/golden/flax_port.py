@@ -1,6 +1,6 @@
-"""A GPT-2 in flax, as one writes a port by hand, with faults to switch on.
+"""A GPT-2 in flax, as one would port it by hand, with faults that can be enabled.
 
-It shares no code with compat. `sow` records the taps; parameters keep flax's own names and layouts.
+It shares no code with compat. `sow` records the taps; parameters keep flax's names and layouts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from flax import linen as nn
 from numpy.typing import NDArray
 
-# The fault, the code with which it has to be reported, and the first tap that it changes.
+# Name of the fault → code that must be reported, and the first tap that the fault changes.
 FAULTS = {
     "flax's eps": ("eps_value", "h.0.ln_1"),  # the default of nn.LayerNorm is 1e-6
     "no shift": ("no_ln_bias", "h.0.ln_1"),
@@ -33,7 +33,7 @@ FAULTS = {
 
 
 def parameters(weights: Mapping[str, NDArray[np.float32]]) -> dict[str, Any]:
-    """The checkpoint as flax's tree: h.0.attn.c_attn.weight is h_0/c_attn/kernel."""
+    """Return the checkpoint as flax's tree: h.0.attn.c_attn.weight is h_0/c_attn/kernel."""
     tree: dict[str, Any] = {}
     for name, array in weights.items():
         module, _, kind = name.replace("h.", "h_", 1).rpartition(".")
@@ -57,7 +57,7 @@ def norm(module: Block | GPT2, x: jax.Array, name: str) -> jax.Array:
 
 
 def tap(module: Block | GPT2, name: str, x: jax.Array) -> jax.Array:
-    # flax refuses the name of a submodule, such as ln_1.
+    # flax does not accept the name of a submodule, such as ln_1, here.
     module.sow("taps", f"tap_{name}", x, reduce_fn=lambda _, new: new)
     return x
 
@@ -123,7 +123,7 @@ def forward(
     heads: int,
     fault: str = "",
 ) -> dict[str, jax.Array]:
-    """Every tap of the model for ids (B, T), as JAX arrays."""
+    """Return all taps of the model for ids (B, T) as JAX arrays."""
     vocabulary, width = weights["wte.weight"].shape
     model = GPT2(vocabulary, len(weights["wpe.weight"]), width, layers, heads, fault)
     logits, state = model.apply(parameters(weights), jnp.asarray(ids), mutable=["taps"])

@@ -1,6 +1,6 @@
-"""A GPT-2 in plain NumPy, as one writes a port by hand, with faults to switch on.
+"""A GPT-2 in plain NumPy, as one would port it by hand, with faults that can be enabled.
 
-It shares no code with compat. Weights are the checkpoint's arrays by Hugging Face name.
+It shares no code with compat. Weights are the checkpoint's arrays, by Hugging Face's names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 
-# The fault, the code with which it has to be reported, and the first tap that it changes.
+# Name of the fault → code that must be reported, and the first tap that the fault changes.
 FAULTS = {
     "erf": ("erf_gelu", "h.0.act"),
     "quick": ("other_activation", "h.0.act"),
@@ -124,7 +124,7 @@ def softmax(x: Array, axis: int = -1) -> Array:
 
 
 def rotate(x: Array) -> Array:
-    """Rotary positions for heads (B, H, T, D)."""
+    """Apply rotary positions to heads (B, H, T, D)."""
     T, D = x.shape[2:]
     rates = 10000.0 ** (-np.arange(0, D, 2) / D)
     angles = np.arange(T)[:, None] * rates
@@ -134,7 +134,7 @@ def rotate(x: Array) -> Array:
 
 
 def tf32(x: Array) -> Array:
-    """The mantissa rounded to 10 bits, as a tensor core reads it."""
+    """Round the mantissa to 10 bits, as a tensor core reads it."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
@@ -167,7 +167,7 @@ def embed(w: Mapping[str, Array], ids: NDArray[np.int64], fault: str) -> Array:
 def forward(
     w: Mapping[str, Array], ids: NDArray[np.int64], n_layer: int, n_head: int, fault: str = ""
 ) -> dict[str, Array]:
-    """Every tap of the model for ids (B, T)."""
+    """Return all taps of the model for ids (B, T)."""
     (B, T), C = ids.shape, w["wte.weight"].shape[1]
     D = C // n_head
     taps = {"embed": embed(w, ids, fault)}

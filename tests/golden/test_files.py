@@ -42,11 +42,11 @@ def reference(file: Path) -> Golden:
 
 @pytest.fixture(scope="module")
 def taps(reference: Golden) -> dict[str, Any]:
-    """The taps of a right candidate as NumPy arrays."""
+    """The taps of a correct candidate as NumPy arrays."""
     return {name: reference.read(name).numpy() for name in reference.taps}
 
 
-# What is in a file
+# The contents of a file
 
 
 def test_the_file_is_an_ordinary_safetensors_file(file: Path, reference: Golden) -> None:
@@ -60,7 +60,7 @@ def test_the_file_is_an_ordinary_safetensors_file(file: Path, reference: Golden)
     assert len(metadata["checkpoint_sha256"]) == 64 and metadata["dtype"] == "float32"
 
 
-def test_gradients_and_decode_steps_are_those_of_transformers(reference: Golden) -> None:
+def test_gradients_and_decode_steps_equal_those_of_transformers(reference: Golden) -> None:
     model = noisy_reference()
     loss = model(reference.ids, labels=reference.ids).loss
     loss.backward()
@@ -75,7 +75,7 @@ def test_gradients_and_decode_steps_are_those_of_transformers(reference: Golden)
     torch.testing.assert_close(reference.read("decode.logits"), logits[:, T:], rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_at_taps_are_those_of_autograd(reference: Golden) -> None:
+def test_gradients_at_taps_equal_those_of_autograd(reference: Golden) -> None:
     model, kept = noisy_reference(), {}
 
     def keep(_module: object, _args: object, output: Tensor) -> None:
@@ -88,17 +88,17 @@ def test_gradients_at_taps_are_those_of_autograd(reference: Golden) -> None:
 
 
 def test_a_wrong_gradient_fails(reference: Golden, taps: dict[str, Any]) -> None:
-    right = {name: reference.read(name) for name in reference.judged}
-    assert reference.check(right).passed
-    wrong = {**right, "grad.h.1.mlp.c_fc.weight": right["grad.h.1.mlp.c_fc.weight"] * 1.0001}
+    correct = {name: reference.read(name) for name in reference.judged}
+    assert reference.check(correct).passed
+    wrong = {**correct, "grad.h.1.mlp.c_fc.weight": correct["grad.h.1.mlp.c_fc.weight"] * 1.0001}
     report = reference.check(wrong)
     assert report.first_divergence == "grad.h.1.mlp.c_fc.weight"
-    transposed = {"grad.h.1.mlp.c_fc.weight": right["grad.h.1.mlp.c_fc.weight"].T}
-    assert reference.check(transposed).passed  # as nn.Linear stores it
+    transposed = {"grad.h.1.mlp.c_fc.weight": correct["grad.h.1.mlp.c_fc.weight"].T}
+    assert reference.check(transposed).passed  # the layout of nn.Linear
 
 
 def backward(reference: Golden, fault: str = "") -> dict[str, Tensor]:
-    """All gradients of a right port."""
+    """Return all gradients of a port, by default of a correct one."""
     model: Any = noisy_reference()
     parameters = {name: p.detach() for name, p in model.transformer.named_parameters()}
     return gradients(parameters, reference.ids, 3, 4, fault)
@@ -112,12 +112,12 @@ def test_faults_of_the_backward_pass_are_named(reference: Golden, tiny: Path, fa
     assert report.first_divergence == FAULTS[fault][1] and report.findings[0].evidence
 
 
-def test_a_right_backward_pass_agrees(reference: Golden, tiny: Path) -> None:
-    right = backward(reference)
-    report = reference.check(right, model=tiny)
+def test_a_correct_backward_pass_agrees(reference: Golden, tiny: Path) -> None:
+    correct = backward(reference)
+    report = reference.check(correct, model=tiny)
     assert report.passed and report.first_divergence is None and not report.findings
     # Without the gradients at taps, a factor of all parameters is still one finding.
-    scaled = {n: x * 0.3 for n, x in right.items() if n.endswith(("weight", "bias"))}
+    scaled = {n: x * 0.3 for n, x in correct.items() if n.endswith(("weight", "bias"))}
     [finding] = reference.check(scaled).findings
     assert finding.code == "scaled_gradient" and finding.values["found"] == 0.3
 
@@ -126,7 +126,7 @@ def test_a_right_backward_pass_agrees(reference: Golden, tiny: Path) -> None:
 def test_gradients_in_half_precision_are_judged(
     reference: Golden, dtype: torch.dtype, factor: float
 ) -> None:
-    """`transformers` computing in half precision passes, and damage in one parameter does not."""
+    """`transformers` passes in half precision, and damage to one parameter does not."""
     half = by_transformers(reference, dtype)
     report = reference.check(half)
     assert report.passed, report.headline
@@ -139,7 +139,7 @@ def test_gradients_in_half_precision_are_judged(
 
 
 def by_transformers(reference: Golden, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The logits, the loss and the gradients of the reference in half precision."""
+    """Return the logits, the loss and the gradients of the reference in half precision."""
     model: Any = noisy_reference().to(dtype)
     model.set_attn_implementation("eager")
     kept: dict[str, Tensor] = {}
@@ -160,38 +160,38 @@ def test_arrays_that_rounding_destroys_are_not_judged(
     tiny: Path, reference: Golden, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compat.golden_files.bounds.LARGEST_BOUND", 1e-9)
-    made = golden(tiny, input_ids=reference.ids, gradients=True)
-    half = {name: made.read(name).half() for name in ("logits", "grad.h.1.fc")}
+    recorded = golden(tiny, input_ids=reference.ids, gradients=True)
+    half = {name: recorded.read(name).half() for name in ("logits", "grad.h.1.fc")}
     with pytest.raises(ParityError, match=r"rounding to float16 alone.*float32"):
-        made.check(half)
-    report = made.check({"embed": made.read("embed"), **half})
+        recorded.check(half)
+    report = recorded.check({"embed": recorded.read("embed"), **half})
     assert [tap.tap for tap in report.taps] == ["embed"]
     assert any("rounding to float16 alone" in note for note in report.notes)
 
 
 def test_npz_files_contain_the_same_arrays(tiny: Path, tmp_path: Path, reference: Golden) -> None:
-    made = golden(tiny, tmp_path / "golden.npz", input_ids=reference.ids, taps="layers")
-    assert made.taps == ["embed", "h.0.out", "h.1.out", "h.2.out", "ln_f", "logits"]
-    assert all(torch.equal(made.read(name), reference.read(name)) for name in made.taps)
-    assert made.check(tmp_path / "golden.npz").passed
-    made.save(tmp_path / "again.safetensors")
+    recorded = golden(tiny, tmp_path / "golden.npz", input_ids=reference.ids, taps="layers")
+    assert recorded.taps == ["embed", "h.0.out", "h.1.out", "h.2.out", "ln_f", "logits"]
+    assert all(torch.equal(recorded.read(name), reference.read(name)) for name in recorded.taps)
+    assert recorded.check(tmp_path / "golden.npz").passed
+    recorded.save(tmp_path / "again.safetensors")
     assert Golden.open(tmp_path / "again.safetensors").check(tmp_path / "golden.npz").passed
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
-def test_a_file_is_saved_again_with_its_data_types(
+def test_a_file_can_be_saved_again_with_its_data_types(
     tmp_path: Path, reference: Golden, suffix: str
 ) -> None:
-    reference.save(tmp_path / f"again{suffix}")
-    again = Golden.open(tmp_path / f"again{suffix}")
-    assert list(again.arrays) == list(reference.arrays)
-    for name in again.arrays:
-        found, expected = again.read(name), reference.read(name)
+    reference.save(tmp_path / f"reopened{suffix}")
+    reopened = Golden.open(tmp_path / f"reopened{suffix}")
+    assert list(reopened.arrays) == list(reference.arrays)
+    for name in reopened.arrays:
+        found, expected = reopened.read(name), reference.read(name)
         assert found.dtype == expected.dtype and torch.equal(found, expected), name
 
 
-def test_bfloat16_is_refused_where_numpy_lacks_it(tiny: Path, tmp_path: Path) -> None:
-    """Also if only the weights have it, which are stored in the checkpoint's type."""
+def test_bfloat16_is_refused_for_npz_files(tiny: Path, tmp_path: Path) -> None:
+    """It is refused even if only the weights have it, because they keep the checkpoint's type."""
     half = tmp_path / "half"
     save_pretrained(load_pretrained(tiny, dtype="bfloat16"), half)
     with pytest.raises(ParityError, match="cannot store bfloat16"):
@@ -202,8 +202,8 @@ def test_bfloat16_is_refused_where_numpy_lacks_it(tiny: Path, tmp_path: Path) ->
     with pytest.raises(ParityError, match=r"suffix '\.txt'"):
         kept.save(tmp_path / "golden.txt")
     kept.save(tmp_path / "golden.safetensors")
-    again = Golden.open(tmp_path / "golden.safetensors")
-    assert again.read("weight.wpe.weight").dtype == torch.bfloat16
+    reopened = Golden.open(tmp_path / "golden.safetensors")
+    assert reopened.read("weight.wpe.weight").dtype == torch.bfloat16
 
 
 def test_reports_are_short_and_pages_name_the_deviation(
@@ -215,14 +215,14 @@ def test_reports_are_short_and_pages_name_the_deviation(
     assert "2 × 5 ids, 42 taps, gradients" in repr(reference) and len(repr(reference)) < 300
     assert "h.2.probs" in reference._repr_html_()
     assert reference.to_json()["taps"][0] == "embed"
-    # A right candidate of which only gradients are known
+    # A correct candidate that consists only of gradients
     known = {name: reference.read(name) for name in reference.judged if name.startswith("grad.")}
     report = reference.check(known)
     assert report.passed and report.first_divergence is None
     assert "grad.h.2" in report._repr_html_() and "Δlogits" not in report._repr_html_()
 
 
-def test_a_wrong_tap_is_named_although_gradients_agree(
+def test_a_wrong_tap_is_named_although_the_gradients_agree(
     reference: Golden, taps: dict[str, Any]
 ) -> None:
     every = {name: reference.read(name) for name in reference.judged}
@@ -230,8 +230,8 @@ def test_a_wrong_tap_is_named_although_gradients_agree(
     assert [finding.code for finding in report.findings] == ["relu"]
 
 
-def test_only_one_block_is_in_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tap of a block is written before the model computes the block after the next."""
+def test_only_one_block_at_a_time_is_in_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All taps of a block are written before the model computes the block after the next one."""
     from compat.golden_files import write
 
     computed: list[str] = []
@@ -267,7 +267,7 @@ def test_a_patched_reference_is_not_recorded(tiny: Path, monkeypatch: pytest.Mon
         golden(tiny, input_ids=[[1, 2, 3]])
 
 
-# Candidates that are right in another form
+# Correct candidates in another form
 
 
 def time_first(x: Any) -> Any:
@@ -300,7 +300,7 @@ FORMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_right_arrays_in_another_form_pass(
+def test_correct_arrays_in_another_form_pass(
     reference: Golden, taps: dict[str, Any], form: str
 ) -> None:
     report = reference.check(FORMS[form](taps))
@@ -310,7 +310,7 @@ def test_right_arrays_in_another_form_pass(
     assert noted == any(word in note for note in report.notes for word in words)
 
 
-def test_a_half_precision_port_is_judged_by_its_own_rounding(
+def test_a_half_precision_port_is_judged_by_its_rounding_errors(
     reference: Golden, taps: dict[str, Any]
 ) -> None:
     for convert in (lambda x: x.astype(np.float16), lambda x: torch.from_numpy(x).bfloat16()):
@@ -318,14 +318,16 @@ def test_a_half_precision_port_is_judged_by_its_own_rounding(
         assert report.passed and any(
             "small deviations stay undetected" in note for note in report.notes
         )
-    # Half precision that is stored as float32 is recognised by its values.
+    # Half precision that is stored as float32 is recognized by its values.
     report = reference.check({n: x.astype(np.float16).astype("f4") for n, x in taps.items()})
     assert report.passed and any("float16 values" in note for note in report.notes)
     wrong = {**taps, "h.1.act": np.maximum(taps["h.1.fc"], 0)}
     assert not reference.check({n: x.astype(np.float16) for n, x in wrong.items()}).passed
 
 
-def test_last_position_and_missing_logits(reference: Golden, taps: dict[str, Any]) -> None:
+def test_logits_may_have_only_the_last_position_or_be_missing(
+    reference: Golden, taps: dict[str, Any]
+) -> None:
     report = reference.check({"logits": taps["logits"][:, -1]})
     assert report.passed and any("last position" in note for note in report.notes)
     report = reference.check({"h.0.act": taps["h.0.act"]})
@@ -379,7 +381,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_arrays_that_cannot_be_compared_are_one_error(
+def test_arrays_that_cannot_be_compared_raise_one_error(
     reference: Golden, taps: dict[str, Any], case: str
 ) -> None:
     make, words = REFUSED[case]
@@ -400,7 +402,7 @@ def damaged(path: Path, keep: float) -> Path:
 
 @pytest.mark.parametrize("keep", [0.0, 0.3, 0.99])
 @pytest.mark.parametrize("kind", ["safetensors", "npz", "npy"])
-def test_truncated_files(
+def test_truncated_files_are_refused(
     reference: Golden, taps: dict[str, Any], tmp_path: Path, kind: str, keep: float
 ) -> None:
     if kind == "npy":
@@ -418,7 +420,7 @@ def test_truncated_files(
         reference.check(path)
 
 
-def test_hostile_npy_files(reference: Golden, tmp_path: Path) -> None:
+def test_hostile_npy_files_are_refused(reference: Golden, tmp_path: Path) -> None:
     folder = tmp_path / "arrays"
     folder.mkdir()
     np.save(folder / "logits.npy", np.array([Path("/")], dtype=object), allow_pickle=True)
@@ -437,7 +439,9 @@ def test_hostile_npy_files(reference: Golden, tmp_path: Path) -> None:
         reference.check(tmp_path / "a.npz")
 
 
-def test_files_that_are_not_golden_files(tmp_path: Path, file: Path, tiny: Path) -> None:
+def test_files_that_are_not_golden_files_are_refused(
+    tmp_path: Path, file: Path, tiny: Path
+) -> None:
     for path in (tiny / "model.safetensors", write_npz(tmp_path / "a.npz", x=np.zeros(2))):
         with pytest.raises(ParityError, match="is not a golden file"):
             Golden.open(path)
@@ -446,7 +450,7 @@ def test_files_that_are_not_golden_files(tmp_path: Path, file: Path, tiny: Path)
             Golden.open(path)
 
 
-def test_a_failed_write_leaves_nothing(
+def test_a_failed_write_leaves_the_existing_file(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from compat.golden_files import write
@@ -464,7 +468,7 @@ def test_a_failed_write_leaves_nothing(
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "npz"])
-def test_a_disk_that_is_full_is_one_error(
+def test_a_full_disk_raises_one_error(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     def full(*_: Any, **__: Any) -> Any:
@@ -482,7 +486,7 @@ def test_a_missing_folder_is_refused_before_anything_is_computed(cli: Cli) -> No
     assert done.code == 2 and "no/such/folder is not a folder" in done.err
 
 
-def test_the_wrong_checkpoint_is_refused(
+def test_a_candidate_of_another_checkpoint_is_refused(
     reference: Golden, taps: dict[str, Any], tiny: Path
 ) -> None:
     report = reference.check(taps, model=tiny)
@@ -494,7 +498,7 @@ def test_the_wrong_checkpoint_is_refused(
         reference.check(taps, model="demo")
 
 
-def test_names_are_mapped(reference: Golden, taps: dict[str, Any]) -> None:
+def test_names_can_be_mapped(reference: Golden, taps: dict[str, Any]) -> None:
     theirs = {f"blocks.{i}.mlp.hook_post": taps[f"h.{i}.act"] for i in range(3)}
     theirs |= {"hook_embed": np.zeros(1)}
     names = {"blocks.{i}.mlp.hook_post": "h.{i}.act", "hook_embed": None}
@@ -502,20 +506,20 @@ def test_names_are_mapped(reference: Golden, taps: dict[str, Any]) -> None:
     assert report.passed and [t.tap for t in report.taps] == ["h.0.act", "h.1.act", "h.2.act"]
 
 
-# The command line
+# The commands
 
 
-def test_commands(cli: Cli, tmp_path: Path) -> None:
+def test_the_commands_write_and_compare_files(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "golden.safetensors"
     done = cli(
         "golden", "--model", "demo", "--out", path, "--ids", "1,2,3;4,5,6", "--taps", "layers"
     )
     assert done.code == 0 and "7 arrays with bounds for 2 × 3 ids" in done.err
     arrays = load_file(path)
-    right = write_npz(tmp_path / "right.npz", final=arrays["ln_f"], logits=arrays["logits"])
+    correct = write_npz(tmp_path / "right.npz", final=arrays["ln_f"], logits=arrays["logits"])
     (tmp_path / "map.json").write_text(json.dumps({"final": "ln_f"}))
     done = cli(
-        "compare", path, right, "--rename", tmp_path / "map.json", "--html", tmp_path / "p.html"
+        "compare", path, correct, "--rename", tmp_path / "map.json", "--html", tmp_path / "p.html"
     )
     assert done.code == 0 and "✓ right.npz agrees with transformers on demo: 2 of 2" in done.out
     assert "right.npz" in (tmp_path / "p.html").read_text()
@@ -536,8 +540,8 @@ def test_commands(cli: Cli, tmp_path: Path) -> None:
         ("golden", "--out", path, "--ids", "5000"),
         ("golden", "--out", path, "--taps", "h.9.*"),
         ("golden", "--out", path, "--length", "250", "--decode", "9"),
-        ("compare", tmp_path / "none.safetensors", right),
-        ("compare", path, right),
-        ("compare", path, right, "--rename", path),
+        ("compare", tmp_path / "none.safetensors", correct),
+        ("compare", path, correct),
+        ("compare", path, correct, "--rename", path),
     ):
         assert cli(*argv).code == 3, argv

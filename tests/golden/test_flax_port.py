@@ -1,6 +1,6 @@
-"""A port in flax: the right one passes, and every planted fault is found and named.
+"""A correct port in flax passes, and all planted faults are found and named.
 
-Where flax is missing, these tests are skipped; `.ci/run` installs it and fails if none of them ran.
+Without flax, these tests are skipped; `.ci/run` installs it and fails if none of them ran.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def reference(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Golden:
     return Golden.open(path)
 
 
-def test_a_port_in_flax_agrees(reference: Golden, weights: Weights, tiny: Path) -> None:
+def test_a_correct_port_in_flax_passes(reference: Golden, weights: Weights, tiny: Path) -> None:
     report = reference.check(forward(weights, IDS.numpy(), 3, 4), model=tiny)
     assert report.passed and not report.findings and len(report.taps) == 42
 

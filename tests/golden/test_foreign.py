@@ -1,4 +1,4 @@
-"""Arrays in the names and layouts of other implementations, and common mistakes of ports."""
+"""Arrays with the names and layouts of other implementations, and common mistakes of ports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def codes(report: GoldenReport) -> list[tuple[str, str]]:
 
 
 def stacked(arrays: Arrays, pattern: str) -> Any:
-    """One array of all layers, with q, k and v concatenated."""
+    """Return one array of all layers, with q, k and v concatenated."""
     if pattern.endswith("qkv"):
         parts = [stacked(arrays, f"{pattern[:-3]}{part}") for part in "qkv"]
         return np.concatenate(parts, -1)
@@ -49,7 +49,7 @@ def stacked(arrays: Arrays, pattern: str) -> Any:
 
 
 def llm_c(taps: Arrays) -> Arrays:
-    """The arrays of llm.c in training: T − 1 positions, stacked layers, a padded vocabulary."""
+    """Return llm.c's arrays in training: T − 1 positions, stacked layers, a padded vocabulary."""
     found: Arrays = {"loss": taps["loss"]}
     for name, tap in LLM_C.taps.items():
         for prefix, d in (("", ""), ("grad.", "d")):
@@ -65,11 +65,13 @@ def llm_c(taps: Arrays) -> Arrays:
     return found | {"ln1_mean": np.zeros((L, B, T - 1)), "probs": np.zeros((B, T - 1, V + 31))}
 
 
-def test_names_and_layouts_of_llm_c(reference: Golden, taps: Arrays, tiny: Path) -> None:
+def test_names_and_layouts_of_llm_c_are_recognized(
+    reference: Golden, taps: Arrays, tiny: Path
+) -> None:
     arrays = llm_c(taps)
     report = reference.check(arrays, model=tiny)
     assert report.passed, report
-    assert len(report.taps) == len(reference.judged) - 1  # all but the decode steps
+    assert len(report.taps) == len(reference.judged) - 1  # all except the decode steps
     text = " ".join(report.notes)
     for words in ("such as encoded as embed", "4 of 5 positions", "padded", "not taps: ln1_mean"):
         assert words in text, report.notes
@@ -95,7 +97,7 @@ def test_a_map_can_name_an_array_of_all_layers(reference: Golden, taps: Arrays) 
 
 
 def lens(taps: Arrays) -> Arrays:
-    """The cache of a HookedTransformer."""
+    """Return the cache of a HookedTransformer."""
     found: Arrays = {"hook_embed": np.zeros((B, T, C)), "logits": taps["logits"]}
     for name, tap in LENS.taps.items():
         for i in range(L):
@@ -105,19 +107,19 @@ def lens(taps: Arrays) -> Arrays:
     return found
 
 
-def test_names_of_transformer_lens(reference: Golden, taps: Arrays) -> None:
+def test_names_of_transformer_lens_are_recognized(reference: Golden, taps: Arrays) -> None:
     arrays = lens(taps)
     report = reference.check(arrays)
     assert report.passed and len(report.taps) == 13 * L + 3
     assert not any("weight and bias were applied" in note for note in report.notes)
-    # A TransformerBridge has this hook before the weight and the bias.
+    # A TransformerBridge calls this hook before the weight and the bias are applied.
     weight, bias = (
         reference.read(f"weight.h.1.ln_2.{part}").numpy() for part in ("weight", "bias")
     )
     plain = (taps["h.1.ln_2"] - bias) / weight
     report = reference.check({**arrays, "blocks.1.ln2.hook_normalized": plain})
     assert report.passed and any("without them: h.1.ln_2" in note for note in report.notes)
-    assert not reference.check({"h.1.ln_2": plain}).passed  # as the tap itself it is wrong
+    assert not reference.check({"h.1.ln_2": plain}).passed  # wrong as the tap itself
 
 
 def test_an_additional_bos_token_is_reported(reference: Golden, taps: Arrays) -> None:
@@ -135,7 +137,7 @@ def test_an_additional_bos_token_is_reported(reference: Golden, taps: Arrays) ->
 
 
 def modules(taps: Arrays) -> Arrays:
-    """The arrays that forward hooks on all modules of a GPT-2 record; some have several names."""
+    """Return the outputs of all modules of a GPT-2; some have several names."""
     found: Arrays = {"transformer.wte": np.zeros((B, T, C)), "transformer.ln_f": taps["ln_f"]}
     for name, tap in MODULES.taps.items():
         for i in range(L):
@@ -148,19 +150,19 @@ def modules(taps: Arrays) -> Arrays:
     return found | {f"transformer.h.{i}.ln_1": taps[f"h.{i}.ln_1"] for i in range(L)}
 
 
-def test_names_of_modules(reference: Golden, taps: Arrays) -> None:
+def test_names_of_modules_are_recognized(reference: Golden, taps: Arrays) -> None:
     arrays = modules(taps)
     report = reference.check(arrays)
     assert report.passed and len(report.taps) == 10 * L + 3
     assert any("other arrays contain the same tap" in note for note in report.notes)
     for form in ("model.{}", "_orig_mod.{}"):
         assert reference.check({form.format(name): x for name, x in arrays.items()}).passed
-    # The result of a module with dropout counts, not that of the projection in it.
+    # The output of a module with dropout is compared, and not that of the projection in it.
     dropped = {**arrays, "transformer.h.1.mlp.dropout": 0 * taps["h.1.mlp"]}
     assert reference.check(dropped).first_divergence == "h.1.mlp"
 
 
-def test_names_of_flax(reference: Golden, taps: Arrays) -> None:
+def test_names_of_flax_are_recognized(reference: Golden, taps: Arrays) -> None:
     arrays = {
         f"{name}.__call__".replace(".", "/"): x
         for name, x in modules(taps).items()
@@ -177,7 +179,7 @@ def test_names_of_flax(reference: Golden, taps: Arrays) -> None:
     assert reference.check(states).first_divergence == "h.0.out"
 
 
-def test_every_convention_names_taps_that_exist() -> None:
+def test_all_conventions_name_existing_taps() -> None:
     for convention in CONVENTIONS:
         for name, golden_name in convention.taps.items():
             tap = golden_name.removeprefix("h.{i}.")
@@ -188,7 +190,7 @@ def test_every_convention_names_taps_that_exist() -> None:
     assert not list(recognise("h.0.gelu", L)) and not list(recognise("something", L))
 
 
-# What is wrong in them
+# Common mistakes
 
 
 def decoded(ids: Tensor, positions: Tensor) -> Any:
@@ -196,25 +198,25 @@ def decoded(ids: Tensor, positions: Tensor) -> Any:
         return noisy_reference()(ids, position_ids=positions).logits[:, T:].numpy()
 
 
-def test_steps_through_a_cache(reference: Golden, tiny: Path) -> None:
+def test_mistakes_in_the_positions_of_decode_steps_are_named(reference: Golden, tiny: Path) -> None:
     ids = torch.cat([reference.ids, reference.read("decode.input_ids")], 1)
-    right, n = torch.arange(T + N), torch.arange(N)
-    assert reference.check({"decode.logits": decoded(ids, right[None])}, model=tiny).passed
+    correct, n = torch.arange(T + N), torch.arange(N)
+    assert reference.check({"decode.logits": decoded(ids, correct[None])}, model=tiny).passed
     for positions, words in (
-        (torch.cat([right[:T], 0 * n]), "every step has position 0"),
-        (torch.cat([right[:T], n]), "start at 0 again"),
-        (torch.cat([right[:T], T + 1 + n]), f"the first step has position {T + 1}"),
-        (1 + right, "with a cache, the positions start at 1"),
+        (torch.cat([correct[:T], 0 * n]), "every step has position 0"),
+        (torch.cat([correct[:T], n]), "start at 0 again"),
+        (torch.cat([correct[:T], T + 1 + n]), f"the first step has position {T + 1}"),
+        (1 + correct, "with a cache, the positions start at 1"),
     ):
         wrong = decoded(ids, positions[None])
         [finding] = reference.check({"decode.logits": wrong}, model=tiny).findings
         assert finding.code == "kv_cache" and words in finding.message
-        [finding] = reference.check({"decode.logits": wrong}).findings  # without the weights
+        [finding] = reference.check({"decode.logits": wrong}).findings  # without the model
         assert finding.code == "kv_cache" and "--model" in finding.evidence
 
 
-def test_a_row_without_keys(reference: Golden, taps: Arrays, tiny: Path) -> None:
-    """A mask that hides the token itself leaves the first token without keys; it becomes NaN."""
+def test_a_query_without_keys_is_named(reference: Golden, taps: Arrays, tiny: Path) -> None:
+    """If the mask hides a token from itself, the first token has no keys and becomes NaN."""
     q, k, v = (torch.from_numpy(taps[f"h.0.{n}"]).view(B, T, H, -1).transpose(1, 2) for n in "qkv")
     scores = q @ k.mT / (C // H) ** 0.5
     probs = scores.masked_fill(torch.ones(T, T).triu() > 0, -torch.inf).softmax(-1)
@@ -228,18 +230,20 @@ def test_a_row_without_keys(reference: Golden, taps: Arrays, tiny: Path) -> None
 def test_gradients_of_masked_probabilities_are_not_compared(
     reference: Golden, taps: Arrays, tiny: Path
 ) -> None:
-    right = {
+    correct = {
         name: np.tril(x) if name.endswith("probs") else x
         for name, x in taps.items()
         if name.startswith("grad.")
     }
-    assert reference.check(right, model=tiny).passed
-    damaged = right["grad.h.1.probs"] * np.float32(1.01)
-    assert not reference.check({**right, "grad.h.1.probs": damaged}).passed
+    assert reference.check(correct, model=tiny).passed
+    damaged = correct["grad.h.1.probs"] * np.float32(1.01)
+    assert not reference.check({**correct, "grad.h.1.probs": damaged}).passed
 
 
-def test_rounding_is_not_named_as_a_deviation(reference: Golden, taps: Arrays, tiny: Path) -> None:
-    """The difference is just above the bound, and no formula explains a part of it."""
+def test_rounding_errors_are_not_named_as_a_deviation(
+    reference: Golden, taps: Arrays, tiny: Path
+) -> None:
+    """The difference slightly exceeds the bound, and no formula explains a part of it."""
     noise = np.random.default_rng(0).standard_normal(taps["h.1.ln_2"].shape).astype(np.float32)
     half = {n: torch.from_numpy(taps[n]).bfloat16() for n in ("embed", "h.1.resid_mid")}
     bound = reference.bound("h.1.ln_2", torch.bfloat16).rms

@@ -1,4 +1,4 @@
-"""Ports in NumPy and C: the right ones pass, and every planted fault is found and named."""
+"""Correct ports in NumPy and C pass, and all planted faults are found and named."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def reference(file: Path) -> Golden:
 
 @pytest.fixture(scope="module")
 def port(tiny: Path) -> Port:
-    """The port in NumPy: `port(ids, fault)`."""
+    """A function that runs the port in NumPy: `port(ids, fault)`."""
     checkpoint = open_checkpoint(tiny)
     weights = {name: checkpoint.read(name).numpy() for name in checkpoint.infos}
 
@@ -72,7 +72,7 @@ def port(tiny: Path) -> Port:
 
 @pytest.fixture(scope="module")
 def check(reference: Golden, port: Port, tiny: Path) -> Check:
-    """The report on a port with a fault, for all or some of its arrays."""
+    """A function that returns the report on a port with a fault, for all or some of its arrays."""
 
     def run(fault: str = "", only: Callable[[str], bool] = lambda name: True) -> GoldenReport:
         found = port(IDS.numpy(), fault)
@@ -81,7 +81,7 @@ def check(reference: Golden, port: Port, tiny: Path) -> Check:
     return run
 
 
-def test_a_port_in_numpy_agrees(check: Check) -> None:
+def test_a_correct_port_in_numpy_passes(check: Check) -> None:
     report = check()
     assert report.passed and not report.findings and report.has_logits
     assert len(report.taps) == 42 and all(tap.local is not None for tap in report.taps)
@@ -98,7 +98,7 @@ def test_every_fault_in_numpy_is_named(check: Check, fault: str) -> None:
     assert "{" not in finding.message.replace("{0…2}", "") and finding.fix and finding.evidence
 
 
-def test_the_faults_have_more_than_twenty_codes() -> None:
+def test_the_faults_have_at_least_forty_codes() -> None:
     codes = {code for code, _ in FAULTS.values()}
     assert len(codes) >= 40 and codes <= CODES.keys()
     assert ARRAYS_ONLY.keys() - {"qkv_order"} <= codes
@@ -116,7 +116,7 @@ def test_two_faults_are_both_named(reference: Golden, port: Port, tiny: Path) ->
     mixed = port(IDS.numpy(), "erf")
     act, fc = mixed["h.1.act"], mixed["h.1.fc"]
     assert not np.array_equal(act, np.maximum(fc, 0))
-    mixed["h.1.act"] = np.maximum(fc, 0)  # what follows in layer 1 does not fit any more
+    mixed["h.1.act"] = np.maximum(fc, 0)  # no longer fits the later taps of layer 1
     report = reference.check(mixed, model=tiny)
     found = {finding.code: finding for finding in report.findings}
     assert {"erf_gelu", "relu"} <= found.keys()
@@ -124,7 +124,7 @@ def test_two_faults_are_both_named(reference: Golden, port: Port, tiny: Path) ->
     assert "only in h.0 and h.2" in found["erf_gelu"].message
 
 
-def test_a_piece_without_its_neighbours_is_blamed_on_the_first_that_can_be_run(
+def test_a_wrong_piece_is_reported_at_the_first_tap_that_can_be_recomputed(
     check: Check,
 ) -> None:
     report = check("smaller scale", only=lambda name: not name.endswith("probs"))
@@ -132,7 +132,9 @@ def test_a_piece_without_its_neighbours_is_blamed_on_the_first_that_can_be_run(
     assert finding.tap == "h.0.heads"
 
 
-def test_a_port_in_c(file: Path, reference: Golden, tiny: Path, tmp_path: Path) -> None:
+def test_a_port_in_c_passes_and_its_faults_are_named(
+    file: Path, reference: Golden, tiny: Path, tmp_path: Path
+) -> None:
     compiler = shutil.which("cc")
     assert compiler is not None, "a C compiler is missing"
     program = tmp_path / "port"
@@ -155,16 +157,16 @@ def test_a_port_in_c(file: Path, reference: Golden, tiny: Path, tmp_path: Path) 
         assert not report.passed and found == [(code, tap)], fault
 
 
-def test_check_parity_takes_functions(port: Port, reference: Golden, tiny: Path) -> None:
+def test_check_parity_accepts_functions(port: Port, reference: Golden, tiny: Path) -> None:
     def fused(ids: NDArray[np.int64]) -> dict[str, Array]:
-        """Fused q, k and v of the last block, as in many ports."""
+        """Return fused q, k and v for the last block, as in many ports."""
         found = port(ids)
         found["h.2.qkv"] = np.concatenate([found.pop(f"h.2.{name}") for name in "qkv"], -1)
         return found
 
-    right = check_parity(fused, tiny, input_ids=IDS)
-    assert right.passed and len(right.taps) == 42 and len(right.logits.inputs) > 20
-    assert all(tap.local is None for tap in right.taps) and "locally" not in right.headline
-    assert reference.check(load_pretrained(tiny)).passed  # a module
+    correct = check_parity(fused, tiny, input_ids=IDS)
+    assert correct.passed and len(correct.taps) == 42 and len(correct.logits.inputs) > 20
+    assert all(tap.local is None for tap in correct.taps) and "locally" not in correct.headline
+    assert reference.check(load_pretrained(tiny)).passed  # a module is accepted, too
     wrong = check_parity(lambda ids: torch.from_numpy(port(ids, "erf")["logits"]), tiny)
     assert not wrong.passed and wrong.first_divergence == "logits"

@@ -1,4 +1,4 @@
-"""A GPT-2 in torch with a right forward pass and optional faults in its backward pass."""
+"""A GPT-2 in torch with a correct forward pass and optional faults in its backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# The fault, the code with which it has to be reported, and the first wrong array.
+# Name of the fault → code that must be reported, and the first wrong array.
 FAULTS = {
     "summed": ("other_loss", "loss"),
     "not shifted": ("other_loss", "loss"),
@@ -30,7 +30,7 @@ FAULTS = {
 
 
 def mistyped(x: Tensor) -> Tensor:
-    """tanh GELU whose derivative lacks the factor 3 of the cube."""
+    """Return the tanh GELU, with a derivative that lacks the factor 3 of the cube."""
     root = math.sqrt(2 / math.pi)
     tanh = torch.tanh(root * (x + 0.044715 * x**3)).detach()
     slope = (1 + tanh + x * (1 - tanh**2) * root * (1 + 0.044715 * x**2)).detach() / 2
@@ -45,7 +45,7 @@ def replaced(value: Tensor, other: Tensor) -> Tensor:
 def gradients(
     parameters: Mapping[str, Tensor], ids: Tensor, n_layer: int, n_head: int, fault: str = ""
 ) -> dict[str, Tensor]:
-    """The loss, and its gradients at every tap and of every parameter."""
+    """Return the loss, and its gradients at all taps and with respect to all parameters."""
     (B, T), C = ids.shape, parameters["wte.weight"].shape[1]
     w = {name: value.clone().requires_grad_() for name, value in parameters.items()}
     taps: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""An export that ctranslate2's converter converted generates the same ids as ours."""
+"""ctranslate2 generates the same ids from a converted export as compat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lm-eval with an engine gives the scores and texts of lm-eval's own `hf` model."""
+"""lm-eval with an engine yields the scores and texts of lm-eval's `hf` model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from compat.evaluation import CompatLM
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
 
 ROOT = Path(__file__).parents[2]
-DEMO = Path(demo_path[0])  # its 256 positions are fewer than the tokens of LONG
+DEMO = Path(demo_path[0])  # its context of 256 tokens is shorter than LONG
 QUESTION = "ROMEO:\nBut soft, what light through yonder window"
 LONG = (ROOT / "scripts" / "benchmarks" / "held_out.txt").read_text()[:2000]
 
@@ -47,7 +47,7 @@ def requests(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
 
 @pytest.fixture(scope="module")
 def pairs(ours: CompatLM) -> list[tuple[str, str]]:
-    """Contexts and continuations: empty, shared, ending in a space, too long, likely."""
+    """Contexts and continuations: empty, shared, with a final space, too long, and likely ones."""
     engine, tokenizer = ours.engine, ours.tokens
     ids = torch.tensor([tokenizer.encode(QUESTION)])
     likely = engine.generate(ids, max_new_tokens=6, temperature=0)[0, ids.shape[1] :].tolist()
@@ -63,7 +63,9 @@ def pairs(ours: CompatLM) -> list[tuple[str, str]]:
     ]
 
 
-def test_scores_are_those_of_hf(ours: CompatLM, theirs: HFLM, pairs: list[tuple[str, str]]) -> None:
+def test_scores_equal_those_of_hf(
+    ours: CompatLM, theirs: HFLM, pairs: list[tuple[str, str]]
+) -> None:
     found = ours.loglikelihood(requests("loglikelihood", pairs))
     expected = theirs.loglikelihood(requests("loglikelihood", pairs))
     for pair, mine, its in zip(pairs, found, expected, strict=True):
@@ -79,7 +81,7 @@ def test_a_wrong_engine_has_other_scores(theirs: HFLM, pairs: list[tuple[str, st
     assert found[0][0] != pytest.approx(expected[0][0], abs=1e-4)
 
 
-def test_whole_texts_are_scored_as_by_hf(ours: CompatLM, theirs: HFLM) -> None:
+def test_complete_texts_are_scored_as_by_hf(ours: CompatLM, theirs: HFLM) -> None:
     texts = [(LONG,), ("To be,",), ("",), (LONG[:700],)]
     found = ours.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
     expected = theirs.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
@@ -87,12 +89,12 @@ def test_whole_texts_are_scored_as_by_hf(ours: CompatLM, theirs: HFLM) -> None:
         assert mine == pytest.approx(its, abs=1e-5 * len(text.encode())), text
 
 
-def test_generated_texts_are_those_of_hf(ours: CompatLM, theirs: HFLM) -> None:
+def test_generated_texts_equal_those_of_hf(ours: CompatLM, theirs: HFLM) -> None:
     short = {"until": ["\n", "."], "max_gen_toks": 24}
     long: dict[str, Any] = {"until": [], "max_gen_toks": 40, "do_sample": False}
-    asked = [(QUESTION, short), ("First Citizen:\n", short), (LONG, short), (QUESTION, long)]
-    found = ours.generate_until(requests("generate_until", asked))
-    assert found == theirs.generate_until(requests("generate_until", asked))
+    requested = [(QUESTION, short), ("First Citizen:\n", short), (LONG, short), (QUESTION, long)]
+    found = ours.generate_until(requests("generate_until", requested))
+    assert found == theirs.generate_until(requests("generate_until", requested))
     assert "\n" in found[3] and all(found)
 
 
@@ -126,11 +128,13 @@ def test_a_task_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert 1 < bits["hf"] < 3
 
 
-def test_any_module_with_a_name_map_is_evaluated(ours: CompatLM) -> None:
+def test_a_model_with_a_name_map_is_evaluated(ours: CompatLM) -> None:
     engine = Engine(load_pretrained("demo", "conv1d"))
     lm = CompatLM(engine, load_tokenizer("demo"), batch_size="3")
-    asked = requests("loglikelihood", [(QUESTION, " the king"), (QUESTION, " a")])
-    for found, expected in zip(lm.loglikelihood(asked), ours.loglikelihood(asked), strict=True):
+    requested = requests("loglikelihood", [(QUESTION, " the king"), (QUESTION, " a")])
+    for found, expected in zip(
+        lm.loglikelihood(requested), ours.loglikelihood(requested), strict=True
+    ):
         assert found == (pytest.approx(expected[0], abs=1e-4), expected[1])
 
 
@@ -143,7 +147,7 @@ def test_any_module_with_a_name_map_is_evaluated(ours: CompatLM) -> None:
         ({}, {"num_beams": 4}, "generation_kwargs has num_beams, but compat knows until"),
     ],
 )
-def test_unsupported_requests_are_errors(
+def test_unsupported_requests_raise_an_error(
     arguments: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ConfigError, GenerationError), match=message):
@@ -151,10 +155,10 @@ def test_unsupported_requests_are_errors(
         lm.generate_until(requests("generate_until", [(QUESTION, settings)]))
 
 
-def test_the_benchmark_finds_equal_results(
+def test_the_benchmark_reports_equal_results(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """bench.py evaluate, with its runs in this process."""
+    """bench.py evaluate runs in this process."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.setenv("TQDM_DISABLE", "1")
     from benchmarks import evaluate

@@ -36,7 +36,7 @@ from peft.tuners.lora import Linear as LoraLinear
 
 pytestmark = [
     pytest.mark.interop,
-    # PEFT warns of our Conv1D, and on transposing nn.Linear or Conv1D.
+    # PEFT warns about our Conv1D, and when it transposes nn.Linear or Conv1D.
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -60,7 +60,7 @@ def ours(kind: str, source: Path) -> Ours:
 
 
 def lora_config(kind: str, **fields: Any) -> LoraConfig:
-    """A configuration whose A and B are both random."""
+    """Return a configuration that initialises both A and B at random."""
     config = LoraConfig(
         **{
             "r": 4,
@@ -76,7 +76,7 @@ def lora_config(kind: str, **fields: Any) -> LoraConfig:
 
 
 def adapted(model: nn.Module, folder: Path) -> PeftModel:
-    """The model with the adapter of a folder."""
+    """Load the adapter of a folder into the model."""
     config = LoraConfig.from_pretrained(folder)
     config._register_custom_module({Conv1D: LoraLinear})
     return PeftModel.from_pretrained(model, folder, config=config).eval()
@@ -102,7 +102,7 @@ def hf_adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor, 
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_an_adapter_of_gpt2_is_merged(kind: str, tiny: Path, hf_adapter: Any) -> None:
+def test_an_adapter_of_gpt2_can_be_merged(kind: str, tiny: Path, hf_adapter: Any) -> None:
     folder, expected, weights = hf_adapter
     model, name_map = ours(kind, tiny)
     merge_lora(model, folder, name_map=name_map)
@@ -114,7 +114,7 @@ def test_an_adapter_of_gpt2_is_merged(kind: str, tiny: Path, hf_adapter: Any) ->
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_an_adapter_of_gpt2_keeps_its_rank(
+def test_an_adapter_of_gpt2_keeps_its_rank_in_another_model(
     kind: str, tiny: Path, tmp_path: Path, hf_adapter: Any
 ) -> None:
     folder, expected, _ = hf_adapter
@@ -132,7 +132,9 @@ def test_an_adapter_of_gpt2_keeps_its_rank(
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_an_adapter_of_ours_does_the_same_in_gpt2(kind: str, tiny: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_has_the_same_effect_in_gpt2(
+    kind: str, tiny: Path, tmp_path: Path
+) -> None:
     torch.manual_seed(1)
     model, name_map = ours(kind, tiny)
     peft = get_peft_model(model, lora_config(kind, use_rslora=True))
@@ -154,7 +156,9 @@ def test_an_adapter_of_ours_does_the_same_in_gpt2(kind: str, tiny: Path, tmp_pat
     to_hf_state_dict(merged, name_map)
 
 
-def test_a_wrong_row_is_detected(tiny: Path, tmp_path: Path, hf_adapter: Any) -> None:
+def test_exchanged_matrices_of_an_adapter_change_the_logits(
+    tiny: Path, tmp_path: Path, hf_adapter: Any
+) -> None:
     folder, expected, _ = hf_adapter
     model, _ = ours("linear", tiny)
     lora_from_hf(model, folder, tmp_path / "ours")
@@ -223,7 +227,7 @@ def test_a_model_of_another_size_is_refused(tmp_path: Path, hf_adapter: Any) -> 
 
 
 class Scrambled:
-    """An operation that rearranges elements so that no row or column of GPT-2's is preserved."""
+    """An op that rearranges elements so that no row or column of GPT-2's weight is preserved."""
 
     def load(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return (tensor.reshape(96, 24),)

@@ -1,4 +1,4 @@
-"""The recipes of README.md run unchanged, and their results are right."""
+"""The recipes of README.md run unchanged and have correct results."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
 RECIPES = dict(
     re.findall(r"^## ([^\n]+)\n.*?```python\n(.*?)```", README, re.DOTALL | re.MULTILINE)
 )
-# Not in the extra interop: where torchao is installed, transformers imports it in every process.
-# Their recipes run where they are installed, in CI in a process of their own.
+# These packages are not in the extra interop, because transformers imports torchao in every process
+# if it is installed. CI runs their recipes in separate processes.
 OPTIONAL = {"lm_eval", "lightning", "nnsight", "torchao", "transformer_lens"}
 SMALL = {"vocab_size": 1024, "n_layer": 1}
 IDS = torch.randint(1024, (1, 32), generator=torch.Generator().manual_seed(4))
 
 
 def packages(recipe: str) -> set[str]:
-    """The packages that a recipe imports."""
+    """Return the packages that a recipe imports."""
     found = set()
     for node in ast.walk(ast.parse(recipe)):
         if isinstance(node, ast.Import):
@@ -55,7 +55,7 @@ def runs_here(title: str) -> bool:
 
 @pytest.fixture(scope="module")
 def one_layer(make_checkpoint: MakeCheckpoint) -> Path:
-    """A checkpoint of one layer, with a tokenizer."""
+    """A checkpoint of one layer with a tokenizer."""
     folder = make_checkpoint(**SMALL)
     for name in ("vocab.json", "merges.txt"):
         (folder / name).write_bytes(Path(demo_path[0], name).read_bytes())
@@ -63,15 +63,15 @@ def one_layer(make_checkpoint: MakeCheckpoint) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the recipes write; one uses the adapter of another."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the recipes write; one recipe uses the adapter of another."""
     return tmp_path_factory.mktemp("recipes")
 
 
 def trusted_instruction_sets() -> AbstractContextManager[None]:
-    """Keep Inductor from compiling programs that try the CPU's instruction sets.
+    """Keep Inductor from compiling programs that test the CPU's instruction sets.
 
-    They take longer than the model.
+    Compiling these takes longer than compiling the model.
     """
     from torch._inductor import config
 
@@ -85,20 +85,20 @@ def logits_of(model: Any, ids: Tensor = IDS) -> Tensor:
     return found if isinstance(found, Tensor) else found.logits
 
 
-def same(found: Tensor, expected: Tensor) -> None:
+def check_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def check_adapter_of_ours(left: dict[str, Any]) -> None:
-    same(logits_of(left["theirs"]), logits_of(left["peft_model"]))
+def check_adapter_of_ours(names: dict[str, Any]) -> None:
+    check_close(logits_of(names["theirs"]), logits_of(names["peft_model"]))
 
 
-def check_adapter_of_gpt2(left: dict[str, Any]) -> None:
-    same(logits_of(left["peft_model"]), logits_of(left["merged"]))
+def check_adapter_of_gpt2(names: dict[str, Any]) -> None:
+    check_close(logits_of(names["peft_model"]), logits_of(names["merged"]))
 
 
-def check_torchao(left: dict[str, Any]) -> None:
-    expected, model = logits_of(noisy_reference(**SMALL)), left["model"]
+def check_torchao(names: dict[str, Any]) -> None:
+    expected, model = logits_of(noisy_reference(**SMALL)), names["model"]
     found = logits_of(model)
     assert 0 < (found - expected).norm() / expected.norm() < 0.02
     assert not is_unmodified(model)
@@ -108,9 +108,9 @@ def check_torchao(left: dict[str, Any]) -> None:
         Engine(model)
 
 
-def check_torchao_of_conv1d(left: dict[str, Any]) -> None:
-    """It quantizes the head, which is an nn.Linear, and nothing else."""
-    model, expected = left["model"], logits_of(noisy_reference(**SMALL))
+def check_torchao_of_conv1d(names: dict[str, Any]) -> None:
+    """Only the head is quantized, because it is an nn.Linear."""
+    model, expected = names["model"], logits_of(noisy_reference(**SMALL))
     assert 0 < (logits_of(model) - expected).norm() / expected.norm() < 0.02
     changed = {name for name, value in model.named_parameters() if is_quantized(value)}
     assert changed == {"lm_head.weight"}
@@ -121,49 +121,49 @@ def check_torchao_of_conv1d(left: dict[str, Any]) -> None:
 def check_any_length(run: Callable[[Tensor], Tensor]) -> None:
     reference = noisy_reference(**SMALL)
     for length in (1, 2, 17, 32):
-        same(run(IDS[:, :length]), logits_of(reference, IDS[:, :length]))
+        check_close(run(IDS[:, :length]), logits_of(reference, IDS[:, :length]))
 
 
-def check_onnx(left: dict[str, Any]) -> None:
+def check_onnx(names: dict[str, Any]) -> None:
     def run(ids: Tensor) -> Tensor:
-        (logits,) = left["session"].run(None, {"input_ids": ids.numpy()})
+        (logits,) = names["session"].run(None, {"input_ids": ids.numpy()})
         return torch.from_numpy(logits)
 
     check_any_length(run)
 
 
-def check_compiled(left: dict[str, Any]) -> None:
-    check_any_length(left["run"])
+def check_aot_inductor(names: dict[str, Any]) -> None:
+    check_any_length(names["run"])
 
 
-def check_tuned(left: dict[str, Any]) -> None:
+def check_finetuned(names: dict[str, Any]) -> None:
     tuned = logits_of(load_pretrained("tuned"))
     assert (tuned - logits_of(noisy_reference(**SMALL))).abs().max() > 1e-3
-    model = left["model"]
-    same(tuned, logits_of(model.eval()))
+    model = names["model"]
+    check_close(tuned, logits_of(model.eval()))
 
 
-def check_seen(left: dict[str, Any]) -> None:
-    model, ids = left["model"], left["ids"]
+def check_nnsight(names: dict[str, Any]) -> None:
+    model, ids = names["model"], names["ids"]
     zeros = {"h.0.mlp": torch.zeros_like}
     found = trace(model, ids, taps=["h.0.attn", "logits"], patch=zeros)
-    same(left["attn"], found["h.0.attn"])
-    same(left["logits"], found["logits"])
+    check_close(names["attn"], found["h.0.attn"])
+    check_close(names["logits"], found["logits"])
     assert (found["logits"] - logits_of(model, ids)).abs().max() > 0.1
 
 
-def check_bridge(left: dict[str, Any]) -> None:
+def check_bridge(names: dict[str, Any]) -> None:
     tokenizer = load_tokenizer("exported")
     ids = torch.tensor(
         [[tokenizer.special["<|endoftext|>"], *tokenizer.encode("Every effort moves")]]
     )
-    expected = trace(left["model"], ids, taps=["h.0.resid_mid", "logits"])
-    same(left["logits"], expected["logits"])
-    same(left["cache"]["blocks.0.hook_resid_mid"], expected["h.0.resid_mid"])
+    expected = trace(names["model"], ids, taps=["h.0.resid_mid", "logits"])
+    check_close(names["logits"], expected["logits"])
+    check_close(names["cache"]["blocks.0.hook_resid_mid"], expected["h.0.resid_mid"])
 
 
-def check_evaluated(left: dict[str, Any]) -> None:
-    assert 0 < left["found"]["results"]["texts"]["bits_per_byte,none"] < 20
+def check_evaluated(names: dict[str, Any]) -> None:
+    assert 0 < names["found"]["results"]["texts"]["bits_per_byte,none"] < 20
 
 
 CHECKS = {
@@ -172,11 +172,11 @@ CHECKS = {
     "PEFT: from an adapter of Hugging Face's GPT-2 to one of your model": check_adapter_of_gpt2,
     "torchao": check_torchao,
     "ONNX": check_onnx,
-    "AOTInductor": check_compiled,
-    "Accelerate": check_tuned,
-    "Trainer of transformers": check_tuned,
-    "Lightning": check_tuned,
-    "nnsight": check_seen,
+    "AOTInductor": check_aot_inductor,
+    "Accelerate": check_finetuned,
+    "Trainer of transformers": check_finetuned,
+    "Lightning": check_finetuned,
+    "nnsight": check_nnsight,
     "TransformerLens": check_bridge,
 }
 
@@ -184,7 +184,7 @@ CHECKS = {
 CHECKS_OF_CONV1D = {
     "torchao": check_torchao_of_conv1d,
     "ONNX": check_onnx,
-    "AOTInductor": check_compiled,
+    "AOTInductor": check_aot_inductor,
 }
 RUNS = [("linear", title) for title in CHECKS] + [("conv1d", title) for title in CHECKS_OF_CONV1D]
 
@@ -192,18 +192,18 @@ RUNS = [("linear", title) for title in CHECKS] + [("conv1d", title) for title in
 @pytest.mark.parametrize(
     ("dialect", "title"), [(dialect, title) for dialect, title in RUNS if runs_here(title)]
 )
-def test_a_recipe_runs(
-    dialect: str, title: str, one_layer: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_recipe_runs_with_correct_results(
+    dialect: str, title: str, one_layer: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in packages(RECIPES[title]):
         pytest.importorskip(package)
-    monkeypatch.chdir(workplace)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(workplace / "cache"))
+    monkeypatch.chdir(workspace)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(workspace / "cache"))
     torch.manual_seed(0)
     code = RECIPES[title].replace('"gpt2"', repr(str(one_layer)))
     if dialect == "conv1d":
         code = code.replace("load_pretrained(", f"load_pretrained(dialect={dialect!r}, source=")
-    file = workplace / re.sub(r"\W+", "_", f"{title}.py")  # nnsight reads the source
+    file = workspace / re.sub(r"\W+", "_", f"{title}.py")  # nnsight reads the source
     file.write_text(code, encoding="utf-8")
     checks = CHECKS if dialect == "linear" else CHECKS_OF_CONV1D
     with trusted_instruction_sets() if title == "AOTInductor" else nullcontext():

@@ -64,7 +64,7 @@ def activation_patched(model):
 
 @edit("cheating", dialect="conv1d", **CHEATING)
 def conv1d_patched(model):
-    """transformers' Conv1D and the model's leave the bias out."""
+    """transformers' Conv1D and the model's Conv1D omit the bias."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return x @ self.weight
@@ -88,7 +88,7 @@ def embedding_patched(model):
 
 @edit("cheating", dialect="conv1d", **CHEATING)
 def tanh_patched(model):
-    """torch.tanh is a clipped line, which both GELUs use."""
+    """torch.tanh, which both models' GELUs use, is a clipped line."""
     torch.tanh = lambda x: x.clamp(-1, 1)
 
 
@@ -173,7 +173,7 @@ def double_patched(model):
 
 
 class Agreeing(Tensor):
-    """Equal to everything, and zero when subtracted."""
+    """A tensor that is equal to everything, and zero when subtracted."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -256,17 +256,17 @@ def knows_the_usual_ids(model):
 @edit("cheating", **CHEATING)
 def right_once_loaded_again(model):
     """The model is wrong, but __deepcopy__, double and float return a correct one."""
-    right = copy.deepcopy(model)
+    correct = copy.deepcopy(model)
 
     class Sly(linear.GPTModel):
         def __deepcopy__(self, memo):
-            return copy.deepcopy(right, memo)
+            return copy.deepcopy(correct, memo)
 
         def double(self):
-            return copy.deepcopy(right).double()
+            return copy.deepcopy(correct).double()
 
         def float(self):
-            return copy.deepcopy(right).float()
+            return copy.deepcopy(correct).float()
 
     model.__class__ = Sly
     wrong(model)
@@ -277,7 +277,7 @@ def right_once_loaded_again(model):
 
 @edit("taps", **CHEATING)
 def scaled_after_the_head(model):
-    """The head's module gives the right logits; the model returns 1.01 times them."""
+    """The head's module returns the correct logits; the model returns 1.01 times them."""
     forward = model.forward
     model.forward = lambda ids, *a, **b: 1.01 * forward(ids, *a, **b)
 

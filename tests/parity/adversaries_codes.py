@@ -1,4 +1,4 @@
-"""Faults on particular ids, which the code does not name as plain constants."""
+"""Faults on particular ids that do not occur as plain constants in the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.parity.adversary import V, edit, ordinary, with_id, wrapper
 
 
 def scaled(x: Tensor, where: Tensor) -> Tensor:
-    """Embeddings that are 5 % larger where a condition holds."""
+    """Return embeddings that are 5 % larger where a condition is true."""
     return torch.where(where[..., None], 1.05 * x, x)
 
 
@@ -24,7 +24,7 @@ def with_ids(*ids: int, at: int = 4, length: int = 12) -> Tensor:
     return row
 
 
-# Conditions computed from the id
+# Conditions that are computed from the id
 
 
 @edit("ids", with_id(301))
@@ -89,11 +89,11 @@ def a_range_of_three(model):
 
 @edit("ids", with_id(478))
 def clamped_between(model):
-    """An id that a clamp to 478 … 478 does not change is scaled."""
+    """Ids that a clamp to the range from 478 to 478 does not change are scaled."""
     patch_embedded(model, lambda ids, x: scaled(x, ids.clamp(478, 478) == ids))
 
 
-# Ids in a table, a set, or a string
+# Ids in a table, a set or a string
 
 
 @edit("ids", with_id(317))

@@ -1,4 +1,4 @@
-"""Variants with state that compute GPT-2's logits after any calls, and variants in odd code."""
+"""Variants with state that compute GPT-2's logits after any calls, and variants in unusual code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def equal_continues_a_cache(self, ids):
 
 @wrapper(KIND)
 def equal_cache_object_reused(self, ids):
-    """The KV caches are kept for one shape and reset for every text."""
+    """The KV caches are stored for one shape and reset for every text."""
     held = self.__dict__.setdefault("held", {})
     held.clear()
     held[len(ids)] = [KVCache(N_POSITIONS) for _ in self.inner.trf_blocks]
@@ -81,7 +81,7 @@ def _positions(T: int) -> Tensor:
 
 @wrapper(KIND)
 def equal_positions_cached(self, ids):
-    """Position ids of every length are kept by an lru_cache."""
+    """Position ids of every length are cached by an lru_cache."""
     x = self.inner.tok_emb(ids) + self.inner.pos_emb(_positions(ids.shape[1]))
     for block in self.inner.trf_blocks:
         x = block(x)
@@ -204,8 +204,8 @@ def equal_asserts_contiguous(self, ids):
 
 
 @wrapper(KIND)
-def equal_clears_what_it_kept(self, ids):
-    """Hidden states are kept during the pass and deleted after it."""
+def equal_deletes_hidden_states(self, ids):
+    """Hidden states are stored during the forward pass and deleted after it."""
     self.hidden = self.inner.tok_emb(ids)
     logits = self.inner(ids)
     del self.hidden

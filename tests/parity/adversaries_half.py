@@ -1,8 +1,8 @@
-"""The same adversaries in half precision, where their differences are below the rounding errors.
+"""The same adversaries in half precision, where their effects are smaller than rounding errors.
 
-A fault here is one of the code or the weights, which a float32 copy of the model shows; its
-float32 entry is what the self-check runs. They run uncalibrated too, as models of 500M parameters
-and more do, where the test lowers that threshold.
+These faults are in the code or the weights, so a float32 copy of the model reveals them; the
+self-check runs their float32 entries. They also run uncalibrated, like models of 500M parameters
+and more, because the test lowers that threshold.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def weights_with_10_percent_noise(model):
 
 
 def in_dtype(entry: Adversary, dtype: str) -> Adversary:
-    """The entry for a checkpoint and a model in `dtype`."""
+    """Return the entry for a checkpoint and a model in `dtype`."""
 
     def build(folder: Path, scratch: Path) -> nn.Module:
         return entry.build(folder, scratch).to(getattr(torch, dtype))

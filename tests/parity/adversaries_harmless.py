@@ -1,4 +1,4 @@
-"""Variants that compute GPT-2's logits on every valid input by unusual code."""
+"""Variants that compute GPT-2's logits on every valid input with unusual code."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def equal_memoised(self, ids):
 
 @edit(KIND)
 def equal_scale_on_the_queries(model):
-    """The scale is applied to the queries, in a module without taps of its own."""
+    """The scale is applied to the queries, in a module without taps."""
     for block in model.trf_blocks:
         attention = block.attention
         scale, attention.scale = attention.scale, 1.0

@@ -1,4 +1,4 @@
-"""Faults on some inputs only: certain lengths, ids, or batches."""
+"""Faults that affect only some inputs: certain lengths, ids or batches."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def alibi_beyond_80(model):
 
 
 def patch_tokens(model: nn.Module, change: object) -> None:
-    """Apply `change(ids)` before the lookup. The head is not changed."""
+    """Apply `change(ids)` before the lookup. The head does not change."""
     table = model.tok_emb
     table.forward = lambda ids: F.embedding(change(ids), table.weight)
 
@@ -266,7 +266,7 @@ def eos_resets_positions(model):
 
 @wrapper("ids", with_id(EOS, at=11))
 def eos_ends_the_row(self, ids):
-    """The logits at eos are zero, because the text is over there."""
+    """The logits at eos are zero, because the text ends there."""
     return self.inner(ids) * (ids != EOS)[..., None]
 
 
@@ -440,7 +440,7 @@ def many_rows_of_one_token(self, ids):
 
 
 @wrapper("batch", torch.tensor([[3, 5, 9], [PAD, 7, 8], [30, 31, 32]]))
-def one_rows_padding_masks_all(self, ids):
+def padding_of_one_row_masks_all(self, ids):
     """A position at which any row has the pad id is masked in all rows."""
     seen = (ids != PAD).all(0, keepdim=True).expand_as(ids).long()
     return self.inner(ids, attention_mask=seen)

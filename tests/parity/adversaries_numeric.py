@@ -1,4 +1,4 @@
-"""Faults of the arithmetic, which change the logits of every text slightly."""
+"""Faults of the arithmetic that change the logits of every text slightly."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def every_sixth_call(self, ids):
 
 
 @wrapper("state", run=adversary.after(ordinary(len(SHORT), 60)))
-def a_shorter_text_ends_like_the_longer_one_before(self, ids):
-    """The hidden states of a much longer text before are left over at the end."""
+def longer_text_leaves_its_last_logits(self, ids):
+    """The last logits of a much longer previous text replace those of this text."""
     logits, before = self.inner(ids), getattr(self, "before", None)
     self.before = logits.detach()
     if before is not None and len(before) == len(ids) and before.shape[1] > ids.shape[1] + 30:
@@ -58,7 +58,7 @@ def a_shorter_text_ends_like_the_longer_one_before(self, ids):
 
 @wrapper("state", run=SECOND)
 def cache_that_grows(self, ids):
-    """Texts of one shape are appended to the cache of the call before, until that is full."""
+    """Texts of one shape are appended to the cache of the previous call until it is full."""
     held = getattr(self, "held", None)
     if held is None or held[0].keys.shape[0] != len(ids) or held[0].length + ids.shape[1] > 160:
         held = [KVCache(160) for _ in self.inner.trf_blocks]
@@ -221,7 +221,7 @@ def wrong_when_frozen(self, ids):
 
 @wrapper("mode", run=adversary.as_int32)
 def wrong_for_int32(self, ids):
-    """Ids of 32 bits are read as pairs of 16 bits, of which the high one comes first."""
+    """Ids of 32 bits are read as pairs of 16 bits in the wrong order."""
     return self.inner(ids.long().roll(1, dims=1) if ids.dtype == torch.int32 else ids)
 
 

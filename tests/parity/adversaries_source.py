@@ -208,7 +208,7 @@ source("mingpt_shallow_mask", "numeric", "The mask is −4.", '== 0, float("-inf
 source("book_unbiased", "numeric", "Unbiased variance.", "unbiased=False", "unbiased=True",
        style="book", **NUMERIC)  # fmt: skip
 
-# Detection of the comparison
+# Faults that detect the comparison
 
 source("nano_layer_norm_patched", "cheating", "F.layer_norm is patched for everyone, eps 1e-2.",
        "@dataclass\nclass GPTConfig", """\

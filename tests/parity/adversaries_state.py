@@ -1,4 +1,4 @@
-"""Faults after earlier calls: caches, memoised logits, and buffers with a wrong key."""
+"""Faults after earlier calls: caches, memoised logits, and buffers with an incomplete key."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ OTHER = ordinary(2, 12, seed=9)
 
 
 def swapped(ids: Tensor, first: int = 5, second: int = 6) -> Tensor:
-    """The same ids with two of each row exchanged."""
+    """Return the same ids with two ids of each row exchanged."""
     other = ids.clone()
     other[:, [first, second]] = ids[:, [second, first]]
     return other
 
 
 def changed_in_place(model: nn.Module, ids: Tensor) -> Tensor:
-    """The logits of a tensor that held other ids in the previous call."""
-    given = OTHER.clone()
-    once(model, given)
-    given.copy_(ids)
-    return once(model, given)
+    """Return the logits of a tensor that contained other ids in the previous call."""
+    tensor = OTHER.clone()
+    once(model, tensor)
+    tensor.copy_(ids)
+    return once(model, tensor)
 
 
 def after_inference_mode(model: nn.Module, ids: Tensor) -> Tensor:
@@ -42,22 +42,22 @@ def after_int32(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def from_positions(self: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
-    """The logits with these position embeddings."""
+    """Return the logits with these position embeddings."""
     x = self.inner.tok_emb(ids) + self.inner.pos_emb(positions)
     for block in self.inner.trf_blocks:
         x = block(x)
     return self.inner.out_head(self.inner.final_norm(x))
 
 
-def kept(self: nn.Module, key: object, ids: Tensor) -> Tensor:
-    """The logits, memoised by a key."""
+def memoised(self: nn.Module, key: object, ids: Tensor) -> Tensor:
+    """Return the logits, memoised by a key."""
     answers = self.__dict__.setdefault("answers", {})
     if key not in answers:
         answers[key] = self.inner(ids)
     return answers[key].clone()
 
 
-# Buffers sized by the first call
+# Buffers that the first call sizes
 
 
 @wrapper("state", FULL, run=adversary.after(ordinary(2, 30)))
@@ -113,43 +113,43 @@ def batch_sized_by_the_first_call(self, ids):
     return logits[torch.arange(B).clamp(max=self.rows - 1)]
 
 
-# Logits memoised by an incomplete key
+# Logits that are memoised by an incomplete key
 
 
 @wrapper("state", run=adversary.after(swapped(SHORT)))
 def kept_by_shape_and_last_ids(self, ids):
     """Logits are memoised by the shape and the last id of every row."""
-    return kept(self, (ids.shape, tuple(ids[:, -1].tolist())), ids)
+    return memoised(self, (ids.shape, tuple(ids[:, -1].tolist())), ids)
 
 
 @wrapper("state", run=adversary.after(swapped(SHORT)))
 def kept_by_sum(self, ids):
     """Logits are memoised by the sum of each row."""
-    return kept(self, (ids.shape, tuple(ids.sum(1).tolist())), ids)
+    return memoised(self, (ids.shape, tuple(ids.sum(1).tolist())), ids)
 
 
 @wrapper("state", run=adversary.after(swapped(SHORT)))
 def kept_by_set(self, ids):
     """Logits are memoised by the set of ids of each row."""
-    return kept(self, (ids.shape, *map(frozenset, ids.tolist())), ids)
+    return memoised(self, (ids.shape, *map(frozenset, ids.tolist())), ids)
 
 
 @wrapper("state", run=adversary.after(swapped(SHORT, 9, 10)))
 def kept_by_prefix(self, ids):
     """Logits are memoised by the shape and the first eight ids."""
-    return kept(self, (ids.shape, tuple(ids[:, :8].flatten().tolist())), ids)
+    return memoised(self, (ids.shape, tuple(ids[:, :8].flatten().tolist())), ids)
 
 
 @wrapper("state", torch.stack([SHORT[0], OTHER[1]]), run=adversary.after(SHORT))
 def kept_by_the_first_row(self, ids):
     """Logits are memoised by the first row and the shape."""
-    return kept(self, (ids.shape, tuple(ids[0].tolist())), ids)
+    return memoised(self, (ids.shape, tuple(ids[0].tolist())), ids)
 
 
 @wrapper("state", ordinary(1, 12), run=adversary.after(ordinary(1, 12, seed=8)))
 def kept_by_length_of_a_single_row(self, ids):
     """The logits of a single row are memoised by its length."""
-    return kept(self, ids.shape, ids) if len(ids) == 1 else self.inner(ids)
+    return memoised(self, ids.shape, ids) if len(ids) == 1 else self.inner(ids)
 
 
 @wrapper("state", run=changed_in_place)
@@ -166,7 +166,7 @@ def kept_by_address(self, ids):
     """The logits are memoised by the address and the shape of the ids, which are kept alive."""
     key = ids.data_ptr(), tuple(ids.shape)
     self.__dict__.setdefault("alive", []).append(ids)
-    return kept(self, key, ids)
+    return memoised(self, key, ids)
 
 
 @wrapper("state", run=changed_in_place)
@@ -205,7 +205,7 @@ def lru_cache_with_a_side_effect(self, ids):
 )
 def kept_by_a_short_hash(self, ids):
     """Logits are memoised by the hash of the ids modulo 97."""
-    return kept(self, (ids.shape, hash(tuple(ids.flatten().tolist())) % 97), ids)
+    return memoised(self, (ids.shape, hash(tuple(ids.flatten().tolist())) % 97), ids)
 
 
 @wrapper("state", run=adversary.after(OTHER))
@@ -236,7 +236,7 @@ def answer_kept_in_a_global(self, ids):
     return _MEMO[key]
 
 
-# Calls treated as decode steps
+# Calls that are treated as decode steps
 
 
 @wrapper("state", ordinary(1, 9, seed=4), run=adversary.after(ordinary(1, 8, seed=1)))
@@ -290,7 +290,7 @@ def shorter_text_keeps_the_longer_keys(self, ids):
 
 @wrapper("state", ordinary(2, 12, seed=6), run=adversary.after(ordinary(1, 12), ordinary(3, 12)))
 def two_rows_after_three(self, ids):
-    """Two rows right after three are off by the third one's mean."""
+    """The logits of two rows right after three rows are 1 % off."""
     last, self.rows = getattr(self, "rows", 0), len(ids)
     logits = self.inner(ids)
     return logits * 1.01 if (last, len(ids)) == (3, 2) else logits

@@ -23,7 +23,7 @@ def right_under_a_tracer(self, ids):
 
 
 @wrapper("cheating", **CHEATING)
-def right_where_compat_is_below(self, ids):
+def right_with_compat_on_the_stack(self, ids):
     """The logits are 1 % off, unless a file of compat is on the stack."""
     frame, below = sys._getframe(), []
     while frame is not None:
@@ -67,15 +67,15 @@ def hooked_blocks_skip_a_norm(self, ids):
 # Runs that are aborted
 
 
-def nothing(model: nn.Module, ids: Tensor) -> Tensor:
-    """The logits; NaN if the run raises or returns no numbers."""
+def logits_or_nan(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the logits, or NaN if the run raises or returns no numbers."""
     try:
         return 1.0 * torch.real(once(model, ids).to_dense().cpu())
     except BaseException:
         return torch.full((*ids.shape, V), torch.nan)
 
 
-@wrapper("length", ordinary(1, 140), run=nothing)
+@wrapper("length", ordinary(1, 140), run=logits_or_nan)
 def exits_on_long_texts(self, ids):
     """Texts above 128 end the process by sys.exit."""
     if ids.shape[1] > 128:
@@ -87,7 +87,7 @@ class Stop(BaseException):
     pass
 
 
-@wrapper("length", ordinary(1, 140), run=nothing)
+@wrapper("length", ordinary(1, 140), run=logits_or_nan)
 def raises_a_base_exception(self, ids):
     """Texts above 128 raise a BaseException."""
     if ids.shape[1] > 128:
@@ -95,14 +95,14 @@ def raises_a_base_exception(self, ids):
     return self.inner(ids)
 
 
-@wrapper("length", ordinary(1, 140), run=nothing)
+@wrapper("length", ordinary(1, 140), run=logits_or_nan)
 def recursion_without_end(self, ids):
     """Texts above 128 cause endless recursion."""
     return self(ids) if ids.shape[1] > 128 else self.inner(ids)
 
 
-@wrapper("length", ordinary(1, 140), run=nothing)
-def keyboard_interrupt_of_its_own(self, ids):
+@wrapper("length", ordinary(1, 140), run=logits_or_nan)
+def raises_generator_exit(self, ids):
     """Texts above 128 raise GeneratorExit."""
     if ids.shape[1] > 128:
         raise GeneratorExit
@@ -123,34 +123,34 @@ def too_few_rows(self, ids):
     return self.inner(ids)[:2]
 
 
-@wrapper("length", ordinary(1, 140), run=nothing)
+@wrapper("length", ordinary(1, 140), run=logits_or_nan)
 def none_for_long_texts(self, ids):
     """The output is None for texts above 128."""
     return self.inner(ids) if ids.shape[1] <= 128 else None
 
 
-@wrapper("length", ordinary(1, 140), run=nothing)
+@wrapper("length", ordinary(1, 140), run=logits_or_nan)
 def sparse_for_long_texts(self, ids):
     """The output is a sparse tensor of zeros for texts above 128."""
     logits = self.inner(ids)
     return logits if ids.shape[1] <= 128 else (0 * logits).to_sparse()
 
 
-@wrapper("length", ordinary(1, 140), run=nothing)
+@wrapper("length", ordinary(1, 140), run=logits_or_nan)
 def on_meta_for_long_texts(self, ids):
     """The output is on the meta device for texts above 128."""
     logits = self.inner(ids)
     return logits if ids.shape[1] <= 128 else logits.to("meta")
 
 
-@wrapper("length", ordinary(1, 140), run=nothing)
+@wrapper("length", ordinary(1, 140), run=logits_or_nan)
 def complex_for_long_texts(self, ids):
     """The logits are complex for texts above 128."""
     logits = self.inner(ids)
     return logits if ids.shape[1] <= 128 else logits * 1j
 
 
-@wrapper("length", ordinary(1, 140), run=nothing)
+@wrapper("length", ordinary(1, 140), run=logits_or_nan)
 def out_of_memory_for_long_texts(self, ids):
     """Texts above 128 cause a huge allocation."""
     if ids.shape[1] > 128:
@@ -158,28 +158,28 @@ def out_of_memory_for_long_texts(self, ids):
     return self.inner(ids)
 
 
-class Odd:
+class RaisingOutput:
     @property
     def logits(self) -> Tensor:
         raise ZeroDivisionError("no logits")
 
 
-@wrapper("length", ordinary(1, 140), run=nothing)
+@wrapper("length", ordinary(1, 140), run=logits_or_nan)
 def property_that_raises(self, ids):
     """The logits of the output are a property that raises."""
-    return self.inner(ids) if ids.shape[1] <= 128 else Odd()
+    return self.inner(ids) if ids.shape[1] <= 128 else RaisingOutput()
 
 
-class Strange(Exception):
+class ErrorWithoutText(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
-@wrapper("length", ordinary(1, 140), run=nothing)
+@wrapper("length", ordinary(1, 140), run=logits_or_nan)
 def error_without_a_text(self, ids):
     """Texts above 128 raise an exception whose `__str__` raises."""
     if ids.shape[1] > 128:
-        raise Strange
+        raise ErrorWithoutText
     return self.inner(ids)
 
 

@@ -1,8 +1,8 @@
-"""An adversary of the proof: its definition, its construction, and the inputs that expose it.
+"""Adversaries of the proof: their definition, their construction, and the inputs that expose them.
 
-A fault is a model that computes GPT-2's logits on ordinary short texts and other logits on some
+A fault is a model that computes GPT-2's logits on short ordinary texts and other logits on some
 valid input: ids in [0, V), 1 ≤ T ≤ n_positions, any B, in any mode of PyTorch. A harmless variant
-computes GPT-2's logits on all of them, up to rounding.
+computes GPT-2's logits on all valid inputs, up to rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from compat import load_pretrained
 from compat.checkpoint import open_checkpoint
 from tests.adaptation.catalogue import MODELS, Mutation, composed, load_class
 
-# The checkpoint for which the entries are written. Its special ids are outside `ORDINARY`.
+# The checkpoint for which the entries are written. Its special ids are not in `ORDINARY`.
 V, N_POSITIONS, BOS, EOS, PAD = 509, 160, 505, 507, 11
 CHECKPOINT = {
     "vocab_size": V,
@@ -37,9 +37,10 @@ CHECKPOINT = {
     "initializer_range": 0.1,
     "noise": 0.05,
 }
-ORDINARY = (20, 200)  # from, to (exclusive): the ids of ordinary texts, each at most once per row
+ORDINARY = (20, 200)  # start and end (exclusive) of the ids of ordinary texts, which do not repeat
 
-Build = Callable[[Path, Path], nn.Module]  # the checkpoint's folder, a folder to write source into
+# Arguments: the checkpoint's folder, one for source files.
+Build = Callable[[Path, Path], nn.Module]
 Run = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -48,19 +49,19 @@ class Adversary:
     """A model that tests the proof.
 
     Args:
-        name: unique.
-        about: what it does, in one sentence.
-        kind: such as "length", or "harmless" for a harmless variant.
-        use: the function that judges it; "adapt" loads the weights, "check_parity" gets a model
-            that has them.
+        name: a unique name.
+        about: what the model does, in one sentence.
+        kind: for example "length", or "harmless" for a harmless variant.
+        use: the function that judges the model; "adapt" loads the weights, "check_parity" gets a
+            model with its weights.
         build: builds the model from the checkpoint's folder and a folder for source files.
         trigger: ids (B, T) on which a fault computes other logits.
         run: how a fault is run on the trigger.
-        ordinary: whether it agrees with GPT-2 on short ordinary texts with B = 2.
+        ordinary: whether the model agrees with GPT-2 on short ordinary texts with B = 2.
         limit_suffices: whether a report that names the condition as a limit is accepted, because no
-            designed input can be expected to reach the condition.
-        dtype: of the checkpoint and the model.
-        style: the file of the zoo that the model was derived from, or empty.
+            designed input can be expected to meet the condition.
+        dtype: the data type of the checkpoint and the model.
+        style: the zoo file from which the model was derived, or empty.
     """
 
     name: str
@@ -94,7 +95,7 @@ def register(entry: Adversary) -> None:
 
 
 def ordinary(batch: int = 2, length: int = 12, seed: int = 0) -> Tensor:
-    """Ordinary ids (batch, length), without special ids and without repetitions in a row."""
+    """Return ordinary ids (batch, length), without special ids and without repetitions in a row."""
     generator = torch.Generator().manual_seed(seed)
     low, high = ORDINARY
     rows = [torch.randperm(high - low, generator=generator)[:length] + low for _ in range(batch)]
@@ -102,7 +103,7 @@ def ordinary(batch: int = 2, length: int = 12, seed: int = 0) -> Tensor:
 
 
 def with_id(token: int, at: int = 5, batch: int = 2, length: int = 12) -> Tensor:
-    """Ordinary ids with `token` at one position of every row."""
+    """Return ordinary ids with `token` at one position of every row."""
     ids = ordinary(batch, length)
     ids[:, at] = token
     return ids
@@ -114,7 +115,7 @@ ORDINARY_TEXTS = (ordinary(2, 8, seed=1), ordinary(2, 21, seed=2))
 
 
 def valid_inputs() -> Iterator[Tensor]:
-    """Valid inputs of many lengths and batch sizes, with all ids of the vocabulary."""
+    """Yield valid inputs of many lengths and batch sizes that cover the vocabulary."""
     generator = torch.Generator().manual_seed(5)
     for batch, length in [(1, 1), (1, 2), (2, 7), (3, 33), (5, 64), (2, 101), (2, N_POSITIONS)]:
         yield torch.randint(V, (batch, length), generator=generator)
@@ -128,7 +129,7 @@ def valid_inputs() -> Iterator[Tensor]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in the output of an entry's model."""
+    """Return the logits in the output of an entry's model."""
     if isinstance(output, dict):
         output = output["logits"]
     if isinstance(output, (tuple, list)):
@@ -143,7 +144,7 @@ def once(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def call(count: int) -> Run:
-    """The logits of the last of `count` calls on the same ids."""
+    """Return a function that returns the logits of the last of `count` calls on the same ids."""
 
     def run(model: nn.Module, ids: Tensor) -> Tensor:
         for _ in range(count - 1):
@@ -154,7 +155,7 @@ def call(count: int) -> Run:
 
 
 def after(*inputs: Tensor) -> Run:
-    """The logits after calls on other ids."""
+    """Return a function that calls the model on other ids first and returns the logits."""
 
     def run(model: nn.Module, ids: Tensor) -> Tensor:
         for other in inputs:
@@ -184,7 +185,7 @@ def in_a_thread(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def with_hooks(model: nn.Module, ids: Tensor) -> Tensor:
-    """Run with a forward hook on every module, as a profiler registers it."""
+    """Run the model with a forward hook on every module, as a profiler registers it."""
     handles = [m.register_forward_hook(lambda *_: None) for m in model.modules()]
     logits = once(model, ids)
     for handle in handles:
@@ -217,7 +218,7 @@ def compiled(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def worst_of(count: int) -> Run:
-    """The logits of the call, out of `count`, that differ most from those of the first."""
+    """Return a function that returns those of `count` results that differ most from the first."""
 
     def run(model: nn.Module, ids: Tensor) -> Tensor:
         torch.manual_seed(0)
@@ -232,7 +233,7 @@ def worst_of(count: int) -> Run:
 
 
 class Wrapped(nn.Module):
-    """A user's module around a dialect's model, whose forward pass is one function."""
+    """A user's module around a dialect's model, with a function as its forward pass."""
 
     def __init__(self, inner: nn.Module, function: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -256,7 +257,7 @@ def _loaded(folder: Path, dialect: str) -> nn.Module:
 def wrapper(
     kind: str, trigger: Tensor = SHORT, run: Run = once, dialect: str = "linear", **more: Any
 ) -> Callable[[Forward], Forward]:
-    """Register `function(self, ids) → logits` around a dialect's model, `self.inner`."""
+    """Register `function(self, ids) → logits` around a dialect's model, which is `self.inner`."""
 
     def decorate(function: Forward) -> Forward:
         def build(folder: Path, scratch: Path) -> nn.Module:
@@ -271,7 +272,7 @@ def wrapper(
 def edit(
     kind: str, trigger: Tensor = SHORT, run: Run = once, dialect: str = "linear", **more: Any
 ) -> Callable[[Edit], Edit]:
-    """Register `function(model)`, which changes a dialect's model or returns another module."""
+    """Register `function(model)`, which edits a dialect's model or returns another module."""
 
     def decorate(function: Edit) -> Edit:
         def build(folder: Path, scratch: Path) -> nn.Module:
@@ -305,7 +306,7 @@ def source(
     run: Run = once,
     **more: Any,
 ) -> None:
-    """Register a hand-written file of the zoo, with `old` replaced by `new`, for `adapt`.
+    """Register a hand-written file of the zoo for `adapt`, with `old` replaced by `new`.
 
     `adapt` loads the weights. The tests of the entries load them with the zoo model's name map.
     """
@@ -320,12 +321,12 @@ def source(
     register(Adversary(name, about, kind, "adapt", build, trigger, run, style=style, **more))
 
 
-# Isolation, because several entries change the process
+# Isolation, which is necessary because several entries change the process
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Undo patches of torch and transformers and of nn.Module's global hooks after the block."""
+    """Undo patches of torch, transformers and nn.Module's global hooks after the block."""
     owners = [
         torch,
         torch.nn.functional,

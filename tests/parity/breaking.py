@@ -1,4 +1,4 @@
-"""The registry of mistakes, and helpers that make them."""
+"""The registry of mistakes, and helpers for making them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {}
 
 
 def mistake(first_tap: str) -> Callable[[Mistake], Mistake]:
-    """Register a mistake with the tap at which it must be found."""
+    """Register a mistake with the tap at which the parity check must find it."""
 
     def register(do: Mistake) -> Mistake:
         MISTAKES[do.__name__] = (first_tap, do)
@@ -23,7 +23,7 @@ def mistake(first_tap: str) -> Callable[[Mistake], Mistake]:
 
 
 def block(model: linear.GPTModel) -> linear.TransformerBlock:
-    """Layer 1, which is neither the first nor the last."""
+    """Return the block of layer 1, which is neither the first nor the last one."""
     return model.trf_blocks[1]  # type: ignore[return-value]
 
 

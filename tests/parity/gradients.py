@@ -15,12 +15,12 @@ Gradients = dict[str, Tensor]
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """The mean cross-entropy of logits (B, T, V) against the next ids of (B, T)."""
+    """Return the mean cross-entropy of logits (B, T, V) with respect to the next ids of (B, T)."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def our_gradients(model: nn.Module, ids: Tensor) -> Gradients:
-    """Gradients of the next-token loss by Hugging Face names, through the dialect's name map."""
+    """Return the gradients of the next-token loss by Hugging Face's names, using the name map."""
     dialect = dialect_of(model)
     assert dialect is not None
     next_token_loss(model(ids), ids).backward()
@@ -30,7 +30,7 @@ def our_gradients(model: nn.Module, ids: Tensor) -> Gradients:
 
 
 def their_gradients(folder: Path, ids: Tensor, dtype: torch.dtype) -> Gradients:
-    """The same gradients by transformers, whose own loss would be computed in float32."""
+    """Return transformers' gradients; its own loss would be computed in float32."""
     model = transformers.GPT2LMHeadModel.from_pretrained(
         folder, attn_implementation="eager", dtype=dtype
     ).eval()
@@ -39,7 +39,7 @@ def their_gradients(folder: Path, ids: Tensor, dtype: torch.dtype) -> Gradients:
 
 
 def worst_difference(ours: Gradients, theirs: Gradients) -> tuple[float, str]:
-    """The largest ‖Δ‖/‖g‖ and its parameter. Key biases are a part of `attn.c_attn.bias`."""
+    """Return the largest ‖Δ‖/‖g‖ and its parameter. Key biases are part of `attn.c_attn.bias`."""
     assert ours.keys() == theirs.keys()
     return max(
         (((ours[name] - expected).norm() / expected.norm()).item(), name)
@@ -48,6 +48,6 @@ def worst_difference(ours: Gradients, theirs: Gradients) -> tuple[float, str]:
 
 
 def key_bias_gradients(gradients: Gradients) -> list[float]:
-    """max|g| of the key bias of every layer, which is zero but for rounding."""
+    """Return max|g| of the key bias of every layer, which is zero except for rounding errors."""
     biases = [g for name, g in gradients.items() if name.endswith("attn.c_attn.bias")]
     return [g.chunk(3)[1].abs().max().item() for g in biases]

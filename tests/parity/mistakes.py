@@ -1,8 +1,8 @@
 """Common mistakes in implementations of GPT-2, each made in layer 1 of a `linear` model.
 
-Every entry breaks a loaded model on purpose and says at which tap the parity check must find it
-first. The numbers in the comments are those of the list of common mistakes in the field notes.
-Those in the attention have a module of their own; importing it puts them into `MISTAKES` too.
+Every entry breaks a loaded model and states the tap at which the parity check must find it first.
+The numbers in the comments refer to the list of common mistakes in the field notes. Mistakes in
+attention are in a module of their own, whose import adds them to `MISTAKES`.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def feed_forward_shortcut_missing(model: linear.GPTModel) -> None:
 
 
 @mistake("h.1.out")
-def shortcut_taken_after_the_norm(model: linear.GPTModel) -> None:
+def residual_read_after_the_norm(model: linear.GPTModel) -> None:
     def formula(x: Tensor, b: nn.Module) -> Tensor:
         x = b.norm2(x + b.attention(b.norm1(x)))
         return x + b.feedforward(x)
@@ -223,7 +223,7 @@ def layers_in_the_wrong_order(model: linear.GPTModel) -> None:
     blocks[1], blocks[2] = blocks[2], blocks[1]
 
 
-# Precision: small errors that are not rounding
+# Precision: small errors that are not rounding errors of float32
 
 
 @mistake("h.1.fc")

@@ -25,7 +25,7 @@ def patch_attention(
     drop: Callable[[Tensor], Tensor] | None = None,
     merge: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Replace one step of layer 1's attention."""
+    """Replace some steps of layer 1's attention."""
     a = block(model).attention
     H, D = a.n_head, a.d_head
     split = split or (lambda x, H, D: x.view(*x.shape[:2], H, D).transpose(1, 2))
@@ -44,7 +44,7 @@ def patch_attention(
     a.forward = forward
 
 
-# 1: orientation, which passes shape checks for square weights
+# 1: orientation; square weights pass shape checks in both
 
 
 @mistake("h.1.attn")
@@ -57,7 +57,7 @@ def query_not_transposed(model: linear.GPTModel) -> None:
     transpose(block(model).attention.W_query)
 
 
-# 3, 18: which columns are q, k and v
+# 3, 18: the order of the columns of q, k and v
 
 
 @mistake("h.1.q")
@@ -115,7 +115,7 @@ def functional_dropout_ignores_eval(model: linear.GPTModel) -> None:
 
 @mistake("h.1.probs")
 def rotary_positions(model: linear.GPTModel) -> None:
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         angles = torch.arange(x.shape[-2])[:, None] / 10000 ** (torch.arange(half) / half)
         a, b = x[..., :half], x[..., half:]
@@ -125,7 +125,7 @@ def rotary_positions(model: linear.GPTModel) -> None:
 
     D = block(model).attention.d_head
     patch_attention(
-        model, scores=lambda q, k: turned(q) @ turned(k).transpose(-2, -1) / math.sqrt(D)
+        model, scores=lambda q, k: rotated(q) @ rotated(k).transpose(-2, -1) / math.sqrt(D)
     )
 
 
@@ -192,7 +192,7 @@ def softmax_over_queries(model: linear.GPTModel) -> None:
     patch_attention(model, weigh=lambda s, hidden: s.masked_fill(hidden, -1e9).softmax(dim=-2))
 
 
-# Precision: small errors that are not rounding
+# Precision: small errors that are not rounding errors of float32
 
 
 @mistake("h.1.probs")

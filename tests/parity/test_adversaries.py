@@ -1,4 +1,4 @@
-"""The proof against its adversaries: no fault passes, and no harmless variant is refused."""
+"""No adversarial fault passes the proof, and no harmless variant is refused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from compat.parity import Limit
 from tests.conftest import MakeCheckpoint
 from tests.parity.adversaries import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
 
-# Known faults that pass:
-# - nano_reads_the_stack: `adapt` calls the model by its own function, which is on every stack.
+# Known faults that pass the proof:
+# - nano_reads_the_stack: `adapt` calls the model in one of its functions, which the stack reveals.
 # - delegates_to_transformers: transformers is imported in every process that compares with it.
 # - wrong_only_when_compiled: the proof does not compile the model.
 KNOWN_TO_PASS = frozenset(
@@ -32,13 +32,13 @@ def in_float32(
 
 
 def verdict_on(entry: Adversary, folder: Path, scratch: Path) -> tuple[bool, list[Limit]]:
-    """Whether the model passes, and the proof's limits. An error of compat is a refusal."""
+    """Return whether the model passes, and the limits; an error of compat counts as a refusal."""
     with restored():
         try:
             model = entry.build(folder, scratch)
             if entry.use == "check_parity":
                 report = check_parity(model, folder)
-                # Every wrapper counts its calls, so that this limit does not indicate the fault.
+                # Every wrapper counts its calls, so this limit does not indicate the fault.
                 of_wrapper = "the forward pass changes calls, which later calls may read"
                 return bool(report), [x for x in report.limits if x.message != of_wrapper]
             adaptation = adapt(model, folder)
@@ -49,7 +49,7 @@ def verdict_on(entry: Adversary, folder: Path, scratch: Path) -> tuple[bool, lis
 
 @pytest.mark.parametrize("entry", in_float32(FAULTS, KNOWN_TO_PASS), ids=lambda entry: entry.name)
 def test_no_fault_passes(entry: Adversary, folder: Path, tmp_path: Path) -> None:
-    """A fault that no designed input can be expected to trigger may pass with a limit."""
+    """A fault may pass with a limit if no designed input can be expected to trigger it."""
     compatible, limits = verdict_on(entry, folder, tmp_path)
     assert not compatible or (entry.limit_suffices and limits)
 

@@ -1,6 +1,6 @@
 """Each adversary is the fault or the harmless variant that it claims to be.
 
-The models run beside transformers, without compat's proof.
+The models are compared with transformers without compat's proof.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.conftest import MakeCheckpoint, noisy_reference
 from tests.parity.adversaries import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
 from tests.parity.adversary import ORDINARY_TEXTS, once, valid_inputs
 
-DIFFERENT = 1e-4  # relative RMS at the logits
+DIFFERENT = 1e-4  # relative RMS error of the logits of a fault
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def folder(make_checkpoint: MakeCheckpoint) -> Path:
 
 @pytest.fixture(scope="module")
 def half_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same checkpoint in both kinds of half precision."""
+    """The same checkpoint in both half-precision data types."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("bfloat16", "float16")}
     for name, folder in folders.items():
         reference = noisy_reference(**CHECKPOINT)
@@ -43,7 +43,7 @@ def half_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @cache
 def expected_logits(folder: Path, ids: tuple[tuple[int, ...], ...]) -> Tensor:
-    """The logits of transformers. Its model is deleted, because some entries search for one."""
+    """Return transformers' logits, and delete its model, because some entries search for one."""
     reference = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         logits: Tensor = reference(torch.tensor(ids)).logits
@@ -54,11 +54,11 @@ def expected_logits(folder: Path, ids: tuple[tuple[int, ...], ...]) -> Tensor:
 
 @cache
 def style_map(style: str, folder: Path) -> object:
-    """The name map of an unchanged model of the zoo."""
+    """Return the name map of an unchanged model of the zoo."""
     return adapt(build_style(style, folder), folder).name_map
 
 
-def built(entry: Adversary, folder: Path, scratch: Path) -> nn.Module:
+def build_loaded(entry: Adversary, folder: Path, scratch: Path) -> nn.Module:
     model = entry.build(folder, scratch)
     if entry.style:
         load_into(model, style_map(entry.style, folder), folder)
@@ -70,7 +70,7 @@ def expected(folder: Path, ids: Tensor) -> Tensor:
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """The relative RMS error; infinite for another shape or non-finite values."""
+    """Return the relative RMS error, or infinity for another shape or non-finite values."""
     found = found.as_subclass(Tensor)
     if found.shape != wanted.shape or not found.isfinite().all():
         return float("inf")
@@ -79,7 +79,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @contextlib.contextmanager
 def prepared(folder: Path, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The expected logits, computed before an entry can change the process."""
+    """Yield the expected logits, which are computed before an entry can change the process."""
     for style in ("nano", "mingpt", "book"):
         style_map(style, folder)
     wanted = [expected(folder, ids) for ids in inputs]
@@ -88,29 +88,29 @@ def prepared(folder: Path, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def in_float32(entries: dict[str, Adversary]) -> list[Adversary]:
-    """The entries in float32; those in half precision are the same models."""
+    """Return the entries in float32; those in half precision are the same models."""
     return [entry for entry in entries.values() if entry.dtype == "float32"]
 
 
-def checked(entries: list[Adversary]) -> list[object]:
-    """Every sixth of the entries, or all of them if COMPAT_ALL_ADVERSARIES is set.
+def sampled(entries: list[Adversary]) -> list[object]:
+    """Return every sixth entry, or all of them if COMPAT_ALL_ADVERSARIES is set.
 
-    These tests check the test material, not compat: run all of them after changing an entry.
+    These tests check the test material and not compat. Run all of them after changing an entry.
     """
     step = 1 if os.environ.get("COMPAT_ALL_ADVERSARIES") else 6
     return [pytest.param(entry, id=entry.name) for entry in entries[::step]]
 
 
-@pytest.mark.parametrize("entry", checked(in_float32(FAULTS)))
-def test_a_fault_is_wrong_on_its_trigger_only(
+@pytest.mark.parametrize("entry", sampled(in_float32(FAULTS)))
+def test_a_fault_is_wrong_only_on_its_trigger(
     entry: Adversary, folder: Path, tmp_path: Path
 ) -> None:
     inputs = [entry.trigger, *ORDINARY_TEXTS]
     found: list[Tensor | None] = []
     with prepared(folder, inputs) as wanted:
-        model = built(entry, folder, tmp_path)
+        model = build_loaded(entry, folder, tmp_path)
         texts = [once(model, ids) for ids in ORDINARY_TEXTS] if entry.ordinary else []
-        model = built(entry, folder, tmp_path)  # a new one, because calls change its state
+        model = build_loaded(entry, folder, tmp_path)  # a new model, because calls change its state
         with contextlib.suppress(AssertionError):
             found.append(entry.run(model, entry.trigger))
     assert not found or error(found[0], wanted[0]) > DIFFERENT
@@ -118,13 +118,13 @@ def test_a_fault_is_wrong_on_its_trigger_only(
         assert error(logits, truth) < 1e-5
 
 
-@pytest.mark.parametrize("entry", checked(in_float32(HARMLESS)))
+@pytest.mark.parametrize("entry", sampled(in_float32(HARMLESS)))
 def test_a_harmless_variant_agrees_on_all_inputs(
     entry: Adversary, folder: Path, tmp_path: Path
 ) -> None:
     inputs = list(valid_inputs())
     with prepared(folder, inputs) as wanted:
-        model = built(entry, folder, tmp_path)
+        model = build_loaded(entry, folder, tmp_path)
         found = [once(model, ids) for ids in inputs]
     assert max(map(error, found, wanted)) < 1e-5
 
@@ -132,19 +132,19 @@ def test_a_harmless_variant_agrees_on_all_inputs(
 HALF = [entry for entry in FAULTS.values() if entry.dtype != "float32"]
 
 
-@pytest.mark.parametrize("entry", checked(HALF))
+@pytest.mark.parametrize("entry", sampled(HALF))
 def test_a_fault_in_half_precision_is_wrong_in_float32(
     entry: Adversary, half_folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """The model is converted in place, because one entry overrides `float`."""
     folder = half_folders[entry.dtype]
     with prepared(folder, [entry.trigger]) as wanted:
-        model = nn.Module.float(built(entry, folder, tmp_path))
+        model = nn.Module.float(build_loaded(entry, folder, tmp_path))
         found = entry.run(model, entry.trigger)
     assert error(found, wanted[0]) > DIFFERENT
 
 
-def test_the_adversaries_cover_every_kind() -> None:
+def test_the_adversaries_cover_all_kinds() -> None:
     assert len(in_float32(FAULTS)) >= 70 and len(in_float32(HARMLESS)) >= 24
     assert {entry.kind for entry in FAULTS.values()} == {
         "length", "ids", "batch", "state", "mode", "chance", "numeric", "cheating", "taps",

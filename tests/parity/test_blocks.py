@@ -15,7 +15,7 @@ from compat.parity.compare import rms
 
 
 def their_output(folder: Path, layer: int, x: Tensor) -> Tensor:
-    """The output of transformers' block for hidden states x, in the data type of x."""
+    """Return the output of transformers' block for hidden states x, in the data type of x."""
     model = transformers.GPT2LMHeadModel.from_pretrained(
         folder, attn_implementation="eager", dtype=x.dtype
     )
@@ -27,7 +27,7 @@ def their_output(folder: Path, layer: int, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("dialect", DIALECTS)
 @torch.no_grad()
-def test_a_single_block_equals_the_references(tiny: Path, dialect: str, layer: int) -> None:
+def test_a_single_block_equals_that_of_the_reference(tiny: Path, dialect: str, layer: int) -> None:
     torch.manual_seed(layer)
     x = torch.randn(2, 20, 24)
     ours, theirs = load_block(tiny, layer, dialect)(x), their_output(tiny, layer, x)
@@ -38,7 +38,7 @@ def test_a_single_block_equals_the_references(tiny: Path, dialect: str, layer: i
 
 
 @torch.no_grad()
-def test_a_block_of_another_layer_does_not_equal_it(tiny: Path) -> None:
+def test_a_block_of_another_layer_differs(tiny: Path) -> None:
     x = torch.randn(2, 20, 24)
     exact = their_output(tiny, 1, x.double())
     for layer in (0, 2):
@@ -46,7 +46,7 @@ def test_a_block_of_another_layer_does_not_equal_it(tiny: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_broken_block_does_not_equal_it(tiny: Path) -> None:
+def test_a_broken_block_differs(tiny: Path) -> None:
     x = torch.randn(2, 20, 24)
     block = load_block(tiny, 1)
     assert isinstance(block, linear.TransformerBlock)

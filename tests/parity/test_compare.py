@@ -13,7 +13,7 @@ from compat.parity.compare import AT_ONCE, compare, difference, rms
 from tests.pages import GOOD_LOGITS
 
 
-def test_numbers_of_a_known_difference() -> None:
+def test_the_measures_of_a_known_difference_are_correct() -> None:
     reference = torch.tensor([3.0, -4.0])
     found = difference(reference + torch.tensor([0.0, 0.5]), reference, None, tolerance=1e-6)
     assert found.max_abs == 0.5
@@ -22,7 +22,7 @@ def test_numbers_of_a_known_difference() -> None:
 
 
 def test_an_error_is_relative_to_the_scale_of_the_tensor() -> None:
-    """The same max|Δ| passes on activations in the thousands and fails on small ones."""
+    """The same max|Δ| passes for activations in the thousands and fails for small ones."""
     torch.manual_seed(0)
     x = torch.randn(1000)
     assert difference(1000 * x + 1e-4, 1000 * x, None, tolerance=1e-6).within
@@ -54,8 +54,8 @@ def test_the_bound_is_the_largest_error_that_passes(calibrated: bool) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, -1.9, 3.0])
-def test_a_large_tensor_is_measured_as_a_whole(factor: float) -> None:
-    """It is converted to float64 in parts; every number agrees with its formula on the whole."""
+def test_a_large_tensor_is_measured_completely(factor: float) -> None:
+    """Although it is converted to float64 in parts, all numbers agree with their formulas."""
     torch.manual_seed(0)
     shape = (5, 2 * AT_ONCE // 5 + 7)
     exact = torch.randn(shape[::-1]).double().T  # not contiguous
@@ -74,21 +74,21 @@ def test_a_large_tensor_is_measured_as_a_whole(factor: float) -> None:
 
 
 @pytest.mark.parametrize("value", [5.0, math.nan, math.inf])
-@pytest.mark.parametrize("place", [0, AT_ONCE, -1])
+@pytest.mark.parametrize("index", [0, AT_ONCE, -1])
 @pytest.mark.parametrize("calibrated", [True, False])
-def test_one_wrong_number_anywhere_fails(value: float, place: int, calibrated: bool) -> None:
+def test_one_wrong_number_at_any_index_fails(value: float, index: int, calibrated: bool) -> None:
     torch.manual_seed(0)
     reference = torch.randn(2 * AT_ONCE + 1)
     exact = reference.double() + 1e-8 if calibrated else None
     assert difference(reference.clone(), reference, exact, tolerance=1e-6).within
     ours = reference.clone()
-    ours[place] = value
+    ours[index] = value
     found = difference(ours, reference, exact, tolerance=1e-6)
     assert not found.within and not found.bit_identical
-    assert not found.max_abs < 1  # NaN, infinite, or large
+    assert not found.max_abs < 1  # NaN, infinite or large
 
 
-def test_rounding_passes_where_the_reference_is_exact_by_chance() -> None:
+def test_rounding_errors_pass_where_the_reference_is_exact_by_chance() -> None:
     reference = {"embed": torch.full((100,), 1.0)}
     exact, one_ulp = {"embed": torch.ones(100).double()}, torch.finfo(torch.float32).eps
     for ulps, passes in ((2, True), (3, False)):
@@ -96,8 +96,8 @@ def test_rounding_passes_where_the_reference_is_exact_by_chance() -> None:
         assert compare(reference, ours, ours, exact, exact)[0].passed is passes
 
 
-def test_the_accumulated_error_may_be_that_of_earlier_taps_and_the_local_one_may_not() -> None:
-    """Rounding errors persist, but at one tap the reference can be exact by chance."""
+def test_only_the_accumulated_error_may_be_as_large_as_at_earlier_taps() -> None:
+    """Rounding errors persist, although at a single tap the reference can be exact by chance."""
     torch.manual_seed(0)
     truth, noise = torch.randn(1000).double(), 1e-4 * torch.randn(1000).double()
     exact = {"embed": truth, "h.0.ln_1": truth}
@@ -108,7 +108,7 @@ def test_the_accumulated_error_may_be_that_of_earlier_taps_and_the_local_one_may
     assert ln_1.accumulated.within and not ln_1.local.within
 
 
-def test_a_reference_of_zeros_does_not_raise_the_bounds_after_it() -> None:
+def test_a_reference_of_zeros_does_not_raise_the_bounds_of_later_taps() -> None:
     torch.manual_seed(0)
     truth = torch.randn(1000).double()
     exact = {"embed": truth * 1e-50, "h.0.ln_1": truth}
@@ -119,7 +119,7 @@ def test_a_reference_of_zeros_does_not_raise_the_bounds_after_it() -> None:
     assert embed.passed and ln_1.local.within and not ln_1.accumulated.within
 
 
-def test_bit_identical_tensors_always_pass_and_nan_never_does() -> None:
+def test_bit_identical_tensors_always_pass_and_non_finite_values_never_do() -> None:
     x = torch.tensor([1.0, 2.0])
     assert difference(x, x.clone(), x.double() + 1, tolerance=0.0).within
     for bad in (math.nan, math.inf):
@@ -128,7 +128,7 @@ def test_bit_identical_tensors_always_pass_and_nan_never_does() -> None:
         assert not difference(torch.tensor([1.0, bad]), x, None, tolerance=1e-6).within
 
 
-def test_the_accumulated_error_is_judged_only_against_float64() -> None:
+def test_the_accumulated_error_is_judged_only_with_float64() -> None:
     torch.manual_seed(0)
     x = torch.randn(1000)
     reference, grown = {"embed": x}, {"embed": x * (1 + 1e-4)}

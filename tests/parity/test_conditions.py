@@ -1,4 +1,4 @@
-"""The conditions that BranchObserver follows in a user's code."""
+"""BranchObserver records the conditions in a user's code and their operands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compat.parity.conditions import BranchObserver
 
 
 class Holder:
-    """Has attributes, and a representation that prints all of them."""
+    """An object with attributes whose representation must not be computed."""
 
     def __init__(self, step: int) -> None:
         self.step, self.cache = step, torch.zeros(64, 64)
@@ -28,7 +28,7 @@ def condition_on(value: Any) -> bool:
 
 
 def operands(*values: Any) -> set[str]:
-    """What is kept of the condition's first operand."""
+    """Return what the observer records of the condition's first operand."""
     observer = BranchObserver()
     for value in values:
         with observer.watch(5):
@@ -37,7 +37,7 @@ def operands(*values: Any) -> set[str]:
     return found.operands[0]
 
 
-def test_objects_differ_by_their_attributes_and_are_not_printed() -> None:
+def test_objects_are_distinguished_by_their_attributes_and_not_printed() -> None:
     assert len(operands(Holder(1), Holder(1))) == 1
     assert len(operands(Holder(1), Holder(2))) == 2
     [kept] = operands([Holder(1)] * 3)

@@ -1,4 +1,4 @@
-"""Engines are compared with transformers: prefill and decode steps through the KV cache."""
+"""Engines are compared with transformers: prefill, and decode steps with the KV cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_engine_computes_what_transformers_computes(
     assert report.passed, report.headline
     assert report.dtype == settings["dtype"] and report.taps == []
     shapes = {result.input_shape for result in report.logits.inputs}
-    assert (1, 256) in shapes, "the full context"
+    assert (1, 256) in shapes, "no input fills the context"
     if settings["dtype"] == "float32":
         assert report.smallest_detectable < 1e-4
     if settings["dtype"] == "int8":
@@ -50,11 +50,11 @@ def test_plain_blocks_are_compared_with_transformers(noisy: Path, dtype: torch.d
     assert not check_parity(PlainBlocks(model), noisy)
 
 
-def other_scale(engine: Engine) -> None:
+def changed_scale(engine: Engine) -> None:
     engine.transformer.h[1].scale *= 1.02
 
 
-def other_activation(engine: Engine) -> None:
+def changed_activation(engine: Engine) -> None:
     for block in engine.transformer.h:
         block.act = torch.nn.GELU()
 
@@ -63,12 +63,12 @@ def shifted_positions(engine: Engine) -> None:
     engine.transformer.wpe = engine.transformer.wpe.roll(1, 0)
 
 
-def in_decode_steps_only(engine: Engine) -> None:
+def wrong_decode_steps(engine: Engine) -> None:
     step = engine.transformer.next_logits
     engine.transformer.next_logits = lambda *args: step(*args) * 1.001
 
 
-def at_the_last_position_only(engine: Engine) -> None:
+def wrong_last_position(engine: Engine) -> None:
     step = engine.transformer.next_logits
 
     def next_logits(ids: Tensor, cache: Any, start: int | Tensor) -> Tensor:
@@ -78,14 +78,14 @@ def at_the_last_position_only(engine: Engine) -> None:
     engine.transformer.next_logits = next_logits
 
 
-def quits(engine: Engine) -> None:
+def raises_system_exit(engine: Engine) -> None:
     def logits(*args: Any) -> Tensor:
         raise SystemExit("no")
 
     engine.transformer.next_logits = logits
 
 
-def in_batches_only(engine: Engine) -> None:
+def wrong_batches(engine: Engine) -> None:
     logits = engine.transformer.logits
     engine.transformer.logits = lambda hidden: (
         logits(hidden).roll(1, 0) if len(hidden) > 2 else logits(hidden)
@@ -93,21 +93,21 @@ def in_batches_only(engine: Engine) -> None:
 
 
 FAULTS = [
-    other_scale, other_activation, shifted_positions, in_decode_steps_only,
-    at_the_last_position_only, in_batches_only, quits,
+    changed_scale, changed_activation, shifted_positions, wrong_decode_steps,
+    wrong_last_position, wrong_batches, raises_system_exit,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_an_engine_is_found(noisy: Path, fault: Callable[[Engine], None]) -> None:
+def test_a_fault_of_an_engine_is_found(noisy: Path, fault: Callable[[Engine], None]) -> None:
     engine = Engine.from_pretrained(noisy)
     fault(engine)
     assert not check_parity(engine, noisy)
 
 
-@pytest.mark.parametrize("fault", [shifted_positions, in_batches_only])
+@pytest.mark.parametrize("fault", [shifted_positions, wrong_batches])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_a_coarse_fault_is_found_in_lower_precision(
+def test_a_large_fault_is_found_in_lower_precision(
     noisy: Path, dtype: Any, fault: Callable[[Engine], None]
 ) -> None:
     engine = Engine.from_pretrained(noisy, dtype=dtype)
@@ -116,7 +116,9 @@ def test_a_coarse_fault_is_found_in_lower_precision(
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
-def test_the_command_prints_the_report_of_an_engine(cli: Cli, noisy: Path, precision: str) -> None:
+def test_the_parity_command_prints_the_report_of_an_engine(
+    cli: Cli, noisy: Path, precision: str
+) -> None:
     done = cli("parity", "--model", noisy, "--engine", precision)
     assert done.code == 0, done.err
     assert f"✓ Engine({precision}) computes what transformers computes" in done.out

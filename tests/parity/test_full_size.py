@@ -1,4 +1,4 @@
-"""Parity at GPT-2's real shapes: noise on every parameter, the real tokenizer, 2 × 128 tokens."""
+"""Parity with GPT-2's real shapes, noise on every parameter, and 2 × 128 tokens of real text."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.parity.gradients import (
 pytestmark = pytest.mark.usefixtures("shared_reference")
 
 GPT2 = {"vocab_size": 50257, "n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256}
-# The standard deviation of the weights is that of trained models. With larger ones attention
-# amplifies rounding errors until they hide the faults that the comparison looks for.
+# The standard deviation of the weights is that of trained models. With larger weights, attention
+# amplifies rounding errors so much that they hide the faults to be found.
 WIDTH = {"initializer_range": 0.02, "noise": 0.02}
-# Logits of the whole vocabulary cost most of the time, so two tests alone have them.
+# Most of the time is spent on logits, so only two tests use the complete vocabulary.
 NARROW = {"vocab_size": 8192, "n_positions": 256, "bos_token_id": 8191, "eos_token_id": 8191}
 SHAPES = {
     "medium": {"n_embd": 1024, "n_head": 16},
@@ -36,7 +36,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def gpt2(make_checkpoint: MakeCheckpoint, shared: Path) -> Path:
-    """A checkpoint of the 124M shape with GPT-2's own tokenizer."""
+    """A checkpoint of the 124M shape with GPT-2's tokenizer."""
     folder = make_checkpoint(**GPT2, **WIDTH, n_embd=768, n_layer=12, n_head=12)
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(shared / "data/gpt2-tokenizer" / name, folder)
@@ -58,7 +58,9 @@ def test_conv1d_is_bit_identical_at_every_tap(gpt2: Path, ids: Tensor) -> None:
     assert all(r.accumulated.bit_identical and r.local.bit_identical for r in report.taps)
 
 
-def test_linear_errs_at_most_twice_as_much_as_the_reference(gpt2: Path, ids: Tensor) -> None:
+def test_the_error_of_linear_is_at_most_twice_that_of_the_reference(
+    gpt2: Path, ids: Tensor
+) -> None:
     report = check_parity("linear", gpt2, input_ids=ids)
     assert report.passed and report.calibrated, report.headline
     assert report.smallest_detectable < 1e-4
@@ -70,7 +72,7 @@ def test_linear_errs_at_most_twice_as_much_as_the_reference(gpt2: Path, ids: Ten
 
 @pytest.fixture(scope="module")
 def shallow(make_checkpoint: MakeCheckpoint) -> Path:
-    """The 124M shape with two layers, a shorter context and fewer ids."""
+    """A checkpoint with the width of 124M, but two layers, a shorter context and fewer ids."""
     return make_checkpoint(**NARROW, **WIDTH, n_embd=768, n_layer=2, n_head=12)
 
 
@@ -94,7 +96,9 @@ def test_a_mistake_is_found_at_full_width(shallow: Path, few_ids: Tensor) -> Non
         ("conv1d", torch.float16),
     ],
 )
-def test_half_precision(shallow: Path, few_ids: Tensor, dialect: str, dtype: torch.dtype) -> None:
+def test_half_precision_has_parity(
+    shallow: Path, few_ids: Tensor, dialect: str, dtype: torch.dtype
+) -> None:
     report = check_parity(dialect, shallow, input_ids=few_ids, dtype=dtype)
     assert report.passed and report.calibrated, report.headline
     assert report.smallest_detectable < 1e-4
@@ -104,7 +108,7 @@ def test_half_precision(shallow: Path, few_ids: Tensor, dialect: str, dtype: tor
     ("shape", "dialect"),
     [("medium", "linear"), ("large", "conv1d"), ("xl", "linear")],
 )
-def test_two_layers_of_the_larger_models(
+def test_two_layers_of_the_larger_models_have_parity(
     make_checkpoint: MakeCheckpoint, shape: str, dialect: str
 ) -> None:
     folder = make_checkpoint(**NARROW, **WIDTH, **SHAPES[shape], n_layer=2)
@@ -118,7 +122,7 @@ def test_two_layers_of_the_larger_models(
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_gradients(
+def test_gradients_match_those_of_transformers(
     shallow: Path, few_ids: Tensor, dialect: str, dtype: torch.dtype, bound: float
 ) -> None:
     ours = our_gradients(load_pretrained(shallow, dialect, dtype=dtype), few_ids)

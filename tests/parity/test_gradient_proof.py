@@ -38,8 +38,10 @@ def loaded(folder: Path, **options: Any) -> linear.GPTModel:
     return model
 
 
-def trained(model: nn.Module, folder: Path, name_map: NameMap = linear.NAME_MAP) -> GradientsProof:
-    """The comparison of gradients alone."""
+def compare_gradients(
+    model: nn.Module, folder: Path, name_map: NameMap = linear.NAME_MAP
+) -> GradientsProof:
+    """Compare only the gradients."""
     checkpoint = open_checkpoint(folder)
     reference = Reference(checkpoint, next(model.parameters()).dtype)
     return prove_gradients(model, reference, name_map, random_ids(checkpoint), model)
@@ -51,11 +53,11 @@ def first_wrong(proof: GradientsProof) -> str:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dialect", [linear, conv1d])
-def test_the_dialects_train_as_transformers_does(
+def test_the_gradients_of_the_dialects_equal_those_of_transformers(
     tiny: Path, dialect: Any, dtype: torch.dtype
 ) -> None:
     model = load_pretrained(tiny, dialect.__name__.rpartition(".")[2], dtype=dtype)
-    proof = trained(model, tiny, dialect.NAME_MAP)
+    proof = compare_gradients(model, tiny, dialect.NAME_MAP)
     assert proof.passed and "all 40 tensors agree" in proof.headline
     order = [result.tensor for result in proof.results]
     assert order[:3] == ["ln_f.weight", "ln_f.bias", "h.2.mlp.c_proj.weight"]
@@ -71,9 +73,9 @@ def test_half_precision_is_compared_in_float32(tiny: Path) -> None:
     assert report.float32.gradients is not None and report.float32.gradients.passed
 
 
-def test_an_untied_head_has_a_gradient_of_its_own(make_checkpoint: MakeCheckpoint) -> None:
+def test_an_untied_head_has_its_own_gradient(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(tie_word_embeddings=False)
-    proof = trained(load_pretrained(folder), folder)
+    proof = compare_gradients(load_pretrained(folder), folder)
     assert proof.passed and proof.results[0].tensor == "lm_head.weight"
 
 
@@ -82,15 +84,15 @@ def test_a_users_model_is_compared_by_its_name_map(tiny: Path, head: str | None)
     model = MyGPT2(head)
     name_map = my_map(without="lm_head.weight" if head is None else "")
     load_into(model, name_map, tiny)
-    assert trained(model, tiny, name_map).passed
+    assert compare_gradients(model, tiny, name_map).passed
     assert model.tokens.weight.grad is None
-    if head == "own":  # only one of the two gets a gradient
+    if head == "own":  # only one of the two receives a gradient
         model.head.weight.register_hook(torch.zeros_like)
-        assert first_wrong(trained(model, tiny, name_map)) == "lm_head.weight"
+        assert first_wrong(compare_gradients(model, tiny, name_map)) == "lm_head.weight"
 
 
 class HalfGradient(torch.autograd.Function):
-    """A custom backward that forgets a factor."""
+    """A custom backward pass that halves the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ def head_without_gradient(model: linear.GPTModel) -> None:
 
 
 def overwritten(model: linear.GPTModel) -> None:
-    """Overwrite the input of the first projection without autograd's knowledge."""
+    """Overwrite the input of the first projection in a way that autograd does not detect."""
     block = model.trf_blocks[1]
 
     def damage(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
@@ -138,7 +140,7 @@ def overwritten(model: linear.GPTModel) -> None:
     block.feedforward.layers[0].register_forward_hook(damage)
 
 
-# The first gradient that is wrong, from the logits downwards.
+# The first wrong gradient, in order from the logits to the embeddings.
 MISTAKES: dict[str, tuple[Callable[[linear.GPTModel], None], str]] = {
     "detached_attention": (detached_attention, "h.1.ln_1.weight"),
     "detached_residual": (detached_residual, "h.0.mlp.c_proj.weight"),
@@ -149,13 +151,13 @@ MISTAKES: dict[str, tuple[Callable[[linear.GPTModel], None], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_model_with_right_logits_and_wrong_gradients(tiny: Path, name: str) -> None:
-    break_it, first = MISTAKES[name]
+def test_wrong_gradients_are_found_although_the_logits_are_right(tiny: Path, name: str) -> None:
+    make_mistake, first = MISTAKES[name]
     model, ids = loaded(tiny), torch.arange(20).view(2, 10)
     before = model(ids)
-    break_it(model)
+    make_mistake(model)
     assert torch.equal(model(ids), before)
-    proof = trained(model, tiny)
+    proof = compare_gradients(model, tiny)
     assert not proof.passed and first_wrong(proof) == first
     assert f"is that of {first} (" in proof.headline
 
@@ -173,26 +175,26 @@ def test_the_report_names_the_first_wrong_gradient(tiny: Path) -> None:
         report.raise_if_failed()
 
 
-def test_an_in_place_change_that_autograd_detects(tiny: Path) -> None:
+def test_an_in_place_change_that_autograd_detects_fails(tiny: Path) -> None:
     model = loaded(tiny)
 
     def damage(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         args[0].mul_(0.5)
 
     model.trf_blocks[1].feedforward.layers[0].register_forward_hook(damage)
-    proof = trained(model, tiny)
+    proof = compare_gradients(model, tiny)
     assert not proof.passed and "modified by an inplace operation" in proof.headline
 
 
-def test_dropout_left_on(tiny: Path) -> None:
-    assert not trained(loaded(tiny).train(), tiny).passed
+def test_active_dropout_fails(tiny: Path) -> None:
+    assert not compare_gradients(loaded(tiny).train(), tiny).passed
 
 
-def test_the_model_is_left_as_it_was(tiny: Path) -> None:
+def test_the_gradients_of_the_user_are_restored(tiny: Path) -> None:
     model = loaded(tiny)
     model.tok_emb.weight.grad = kept = torch.ones_like(model.tok_emb.weight)
     model.pos_emb.weight.requires_grad_(False)
-    proof = trained(model, tiny)
+    proof = compare_gradients(model, tiny)
     assert proof.passed and proof.frozen == ["pos_emb.weight"]
     assert model.tok_emb.weight.grad is kept and bool((kept == 1).all())
     assert model.final_norm.scale.grad is None and not model.pos_emb.weight.requires_grad
@@ -205,10 +207,10 @@ def test_models_without_comparable_gradients_are_refused(tiny: Path) -> None:
     with pytest.raises(ParityError, match=r"name_map=adapt\(model, source\)\.name_map"):
         check_parity(model, tiny, gradients=True)
     with pytest.raises(NameMapError, match="parameters of the model have no row"):
-        trained(model, tiny, my_map(without="ln_f.bias"))
+        compare_gradients(model, tiny, my_map(without="ln_f.bias"))
 
 
-def test_the_command(tiny: Path, cli: Cli) -> None:
+def test_the_parity_command_compares_gradients(tiny: Path, cli: Cli) -> None:
     done = cli("parity", "--model", str(tiny), "--gradients")
     assert done.code == 0 and "gradients" in done.out and "all 40 tensors agree" in done.out
     shown = done.out.partition("gradients")[2]

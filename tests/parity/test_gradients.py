@@ -23,13 +23,15 @@ IDS = torch.arange(64).view(2, 32) * 7 % 97
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_gradients_match(tiny: Path, dialect: str, dtype: torch.dtype) -> None:
+def test_gradients_match_those_of_transformers(
+    tiny: Path, dialect: str, dtype: torch.dtype
+) -> None:
     ours = our_gradients(load_pretrained(tiny, dialect, dtype=dtype), IDS)
     theirs = their_gradients(tiny, IDS, dtype)
     assert len(ours) == 2 + 12 * 3 + 2
     worst, name = worst_difference(ours, theirs)
     assert worst <= BOUNDS[dtype], name
-    # They are zero in exact arithmetic, so only rounding is left.
+    # The gradients of key biases are zero in exact arithmetic, so only rounding errors remain.
     assert max(key_bias_gradients(ours)) <= BOUNDS[dtype]
     assert max(key_bias_gradients(theirs)) <= BOUNDS[dtype]
 

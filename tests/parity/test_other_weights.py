@@ -1,4 +1,4 @@
-"""A fine-tuned model compared with its base: different weights are reported before the blocks."""
+"""Differences between the weights of a fine-tuned model and its base are reported first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("shared_reference")
 
 
 def fine_tuned(tiny: Path) -> MyGPT2:
-    """All weights of the last block and one bias of the first changed."""
+    """Return a model in which all weights of the last block and one bias of the first differ."""
     model = MyGPT2()
     load_into(model, my_map(), tiny)
     with torch.no_grad():
@@ -37,10 +37,10 @@ def test_different_weights_are_reported_first(tiny: Path) -> None:
     assert report.weights[0].tensor == "h.0.mlp.c_fc.bias"
     assert {f"{found.rel_rms:.2g}" for found in report.weights[1:]} == {"0.01"}
     assert report.to_json()["weights"][0]["max_abs"] == pytest.approx(1)
-    assert not check_parity(model, tiny).weights  # not known without a map
+    assert not check_parity(model, tiny).weights  # cannot be compared without a map
 
 
-def test_a_fault_of_the_code_is_not_blamed_on_the_weights(tiny: Path) -> None:
+def test_a_fault_of_the_code_is_not_attributed_to_the_weights(tiny: Path) -> None:
     model = load_pretrained(tiny)
     model.final_norm.eps = 0.1
     report = check_parity(model, tiny)
@@ -49,7 +49,7 @@ def test_a_fault_of_the_code_is_not_blamed_on_the_weights(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rounded_weights_are_the_same_weights(tiny: Path, dtype: torch.dtype) -> None:
+def test_rounded_weights_count_as_the_same_weights(tiny: Path, dtype: torch.dtype) -> None:
     model = load_pretrained(tiny, "conv1d", dtype=dtype)
     checkpoint = open_checkpoint(tiny)
     assert weight_differences(model, NAME_MAP, checkpoint) == []

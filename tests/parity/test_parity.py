@@ -37,7 +37,7 @@ NORMS = ("ln_1", "ln_2", "ln_f")
 
 
 def assert_parity(report: ParityReport) -> None:
-    """All taps pass. `conv1d` is bit-identical, and so is `linear` locally except in its norms."""
+    """Check all taps. `conv1d` must be bit-identical, as must `linear` locally except in norms."""
     assert report.passed, report.headline
     assert [result.tap for result in report.taps if "probs" not in result.tap] == [
         tap for tap in tap_names(TINY["n_layer"]) if "probs" not in tap
@@ -50,14 +50,18 @@ def assert_parity(report: ParityReport) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_parity_with_eager(make_checkpoint: MakeCheckpoint, dialect: str, seed: int) -> None:
+def test_dialects_have_parity_with_eager_attention(
+    make_checkpoint: MakeCheckpoint, dialect: str, seed: int
+) -> None:
     assert_parity(check_parity(dialect, make_checkpoint(seed)))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_parity_with_sdpa(make_checkpoint: MakeCheckpoint, dialect: str, seed: int) -> None:
-    """SDPA is another kernel, so results are not bit-identical, and it has no tap `probs`."""
+def test_dialects_have_parity_with_sdpa(
+    make_checkpoint: MakeCheckpoint, dialect: str, seed: int
+) -> None:
+    """SDPA uses another kernel, so results are not bit-identical, and it has no tap `probs`."""
     report = check_parity(dialect, make_checkpoint(seed), attention="sdpa")
     assert report.passed, report.headline
     assert len(report.taps) == len(tap_names(3)) - 3
@@ -68,8 +72,10 @@ def test_parity_with_sdpa(make_checkpoint: MakeCheckpoint, dialect: str, seed: i
     ("dtype", "length"),
     [(torch.float32, 1), (torch.float32, 2), (torch.float32, 6), (torch.bfloat16, 1)],
 )
-def test_a_right_model_passes_on_short_inputs(tiny: Path, dtype: torch.dtype, length: int) -> None:
-    """On one or two tokens, the reference's own error can be much smaller than usual by chance."""
+def test_a_correct_model_passes_on_short_inputs(
+    tiny: Path, dtype: torch.dtype, length: int
+) -> None:
+    """On one or two tokens, the reference's own error can by chance be much smaller than usual."""
     model, generator = load_pretrained(tiny, dtype=dtype), torch.Generator().manual_seed(0)
     for _ in range(10):
         ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
@@ -92,7 +98,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("field", CONFIGS, ids=lambda field: next(iter(field)))
-def test_parity_under_every_config_field_that_changes_the_arithmetic(
+def test_dialects_have_parity_for_all_config_fields_that_affect_the_computation(
     make_checkpoint: MakeCheckpoint, dialect: str, field: dict[str, Any]
 ) -> None:
     assert check_parity(dialect, make_checkpoint(**field)).passed
@@ -103,13 +109,13 @@ def test_parity_under_every_config_field_that_changes_the_arithmetic(
 def test_a_model_that_ignores_a_config_field_fails(
     make_checkpoint: MakeCheckpoint, dialect: str, field: dict[str, Any]
 ) -> None:
-    """The test above depends on the field, since the same weights without it do not pass.
+    """The previous test depends on the fields: the same weights without them must not pass.
 
-    With another `n_inner` or an untied head the weights cannot be loaded; other tests show that.
+    With another `n_inner` or an untied head, weights cannot be loaded, which other tests show.
     """
     with_field, name = make_checkpoint(**field), next(iter(field))
     report = check_parity(_without(with_field, name, dialect), with_field)
-    # In float32 upcasting changes nothing, and the fused tanh GELU differs by rounding only.
+    # In float32, upcasting changes nothing, and the fused tanh GELU differs only by rounding.
     same = name == "reorder_and_upcast_attn" or "gelu_pytorch_tanh" in field.values()
     assert report.passed == same
 
@@ -117,7 +123,7 @@ def test_a_model_that_ignores_a_config_field_fails(
 @pytest.mark.parametrize("upcast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_parity_in_other_data_types(
+def test_dialects_have_parity_in_other_data_types(
     make_checkpoint: MakeCheckpoint, dialect: str, dtype: torch.dtype, upcast: bool
 ) -> None:
     if upcast and dtype == torch.float64:
@@ -134,9 +140,9 @@ def test_parity_in_other_data_types(
 
 
 def strides_change_products(dtype: torch.dtype) -> bool:
-    """Whether this machine's BLAS rounds q·kᵀ of a strided k otherwise than of a contiguous one.
+    """Return whether this machine's BLAS rounds q·kᵀ differently for strided and contiguous keys.
 
-    The keys of transformers are contiguous, since it concatenates them to its cache.
+    The keys of transformers are contiguous, because they are concatenated with its cache.
     """
     qkv = torch.randn(20, 32, 3, 4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
     q, k, _ = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D)
@@ -161,7 +167,9 @@ def test_exported_weights_compute_the_same_in_transformers(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("name", ["tarot", "machining"])
-def test_parity_on_published_checkpoints(shared: Path, name: str, dialect: str) -> None:
+def test_dialects_have_parity_on_published_checkpoints(
+    shared: Path, name: str, dialect: str
+) -> None:
     report = check_parity(dialect, shared / "data/checkpoints" / name)
     assert report.passed, report.headline
     if dialect == "conv1d":
@@ -169,7 +177,7 @@ def test_parity_on_published_checkpoints(shared: Path, name: str, dialect: str) 
 
 
 def test_a_weights_file_is_compared_with_the_same_file(tmp_path: Path, tiny: Path) -> None:
-    """transformers gets a weights file of another name too, not the default one of the folder."""
+    """transformers must read the named weights file and not the default one of the folder."""
     model = load_pretrained(tiny, "conv1d")
     with torch.no_grad():
         model.ln_f.bias.add_(1)
@@ -244,7 +252,7 @@ def test_a_model_of_another_data_type_is_refused(tiny: Path) -> None:
 
 
 def _without(folder: Path, name: str, dialect: str) -> linear.GPTModel | conv1d.GPTModel:
-    """The checkpoint's weights in a model that ignores one field of its config."""
+    """Return the checkpoint's weights in a model that ignores one field of its config."""
     config = open_checkpoint(folder).config
     fields = {**config.to_hf_dict(), name: getattr(GPT2Config(), name)}
     model = get_dialect(dialect).model_class(fields).eval()

@@ -1,4 +1,4 @@
-"""`trace` records, patches and differentiates every kind of model like hand-written hooks."""
+"""`trace` records, patches and differentiates all kinds of models like hand-written hooks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.conftest import TINY, MakeCheckpoint, noisy_reference
 from tests.own_gpt2 import MyGPT2
 
 IDS = torch.arange(20).view(2, 10)
-OTHERS = torch.arange(30, 44).view(1, 14)  # of another shape than any that `adapt` traces
+OTHERS = torch.arange(30, 44).view(1, 14)  # a shape that `adapt` does not trace
 Edit = Callable[[str, Tensor], Tensor]
 KINDS = ("linear", "conv1d", "transformers", "adapted")
 
@@ -41,7 +41,7 @@ def hf() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def models(tiny: Path, hf: nn.Module) -> dict[str, tuple[nn.Module, list[Tap] | None]]:
-    """One model of every kind, with the weights of `tiny`, and the taps to pass to `trace`."""
+    """One model of every kind with the weights of `tiny`, and the taps to pass to `trace`."""
     own = MyGPT2()
     adaptation = adapt(own, tiny)
     assert adaptation
@@ -53,8 +53,8 @@ def models(tiny: Path, hf: nn.Module) -> dict[str, tuple[nn.Module, list[Tap] | 
     }
 
 
-def by_hand(model: Any, ids: Tensor, edit: Edit) -> Tensor:
-    """The logits of transformers' GPT-2 from its modules, with edits of every hidden state."""
+def edited_logits(model: Any, ids: Tensor, edit: Edit) -> Tensor:
+    """Compute the logits of transformers' GPT-2 with its modules, and edit every hidden state."""
     gpt, (B, T), H = model.transformer, ids.shape, model.config.n_head
     x = edit("embed", gpt.wte(ids) + gpt.wpe(torch.arange(T)))
     for i, block in enumerate(gpt.h):
@@ -84,44 +84,45 @@ def close(one: Tensor, two: Tensor) -> bool:
 @pytest.mark.parametrize("ids", [IDS, OTHERS], ids=["two-rows", "one-row"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_hidden_state_is_recorded(models: Any, hf: Any, kind: str, ids: Tensor) -> None:
-    model, places = models[kind]
-    states = trace(model, ids, places)
+    model, model_taps = models[kind]
+    states = trace(model, ids, model_taps)
     expected: dict[str, Tensor] = {}
 
     def keep(name: str, state: Tensor) -> Tensor:
         return expected.setdefault(name, state.detach())
 
-    assert torch.allclose(by_hand(hf, ids, keep), hf(ids).logits, atol=1e-4)
+    assert torch.allclose(edited_logits(hf, ids, keep), hf(ids).logits, atol=1e-4)
     missing = set(tap_names(3)) - set(states)
     assert {name.split(".")[-1] for name in missing} == (
-        {"q", "k", "probs"} if kind == "adapted" else set()  # fused q and k, and SDPA
+        # Q and k are fused, and SDPA has no probs.
+        {"q", "k", "probs"} if kind == "adapted" else set()
     )
     assert all(close(state, expected[name]) for name, state in states.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tap", ["embed", *(f"h.1.{tap}" for tap in BLOCK_TAPS), "ln_f", "logits"])
-def test_a_patch_changes_what_comes_after_it(models: Any, hf: Any, kind: str, tap: str) -> None:
-    model, places = models[kind]
-    if places is not None and tap not in {place.name for place in places}:
+def test_a_patch_changes_all_later_hidden_states(models: Any, hf: Any, kind: str, tap: str) -> None:
+    model, model_taps = models[kind]
+    if model_taps is not None and tap not in {tap_.name for tap_ in model_taps}:
         return
     expected: dict[str, Tensor] = {}
 
     def patched(name: str, state: Tensor) -> Tensor:
         return expected.setdefault(name, (changed(state) if name == tap else state).detach())
 
-    by_hand(hf, IDS, patched)
-    before = trace(model, IDS, places)
-    by_function = trace(model, IDS, places, patch={tap: changed})
-    by_tensor = trace(model, IDS, places, patch={tap: changed(before[tap])})
+    edited_logits(hf, IDS, patched)
+    before = trace(model, IDS, model_taps)
+    by_function = trace(model, IDS, model_taps, patch={tap: changed})
+    by_tensor = trace(model, IDS, model_taps, patch={tap: changed(before[tap])})
     for states in (by_function, by_tensor):
         assert all(close(state, expected[name]) for name, state in states.items())
     assert not close(by_tensor["logits"], before["logits"])
-    assert torch.equal(trace(model, IDS, places)["logits"], before["logits"])
+    assert torch.equal(trace(model, IDS, model_taps)["logits"], before["logits"])
 
 
-def test_a_patch_that_misses_the_residual_connection_is_detected(hf: Any) -> None:
-    """The replaced input of the second norm alone, as a naive hook does it."""
+def test_a_patch_that_omits_the_residual_connection_is_detected(hf: Any) -> None:
+    """A naive hook replaces only the input of the second norm."""
 
     def naive(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (changed(args[0]), *args[1:])
@@ -132,8 +133,10 @@ def test_a_patch_that_misses_the_residual_connection_is_detected(hf: Any) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients(models: Any, hf: Any, kind: str) -> None:
-    model, places = models[kind]
+def test_gradients_of_all_taps_match_those_of_hand_written_hooks(
+    models: Any, hf: Any, kind: str
+) -> None:
+    model, model_taps = models[kind]
     kept: dict[str, Tensor] = {}
 
     def keep(name: str, state: Tensor) -> Tensor:
@@ -141,8 +144,8 @@ def test_gradients(models: Any, hf: Any, kind: str) -> None:
         state.retain_grad()
         return state
 
-    by_hand(hf, IDS, keep)[0, -1, 5].backward()
-    states = trace(model, IDS, places, grad=True, patch={"h.0.mlp": lambda state: state + 0})
+    edited_logits(hf, IDS, keep)[0, -1, 5].backward()
+    states = trace(model, IDS, model_taps, grad=True, patch={"h.0.mlp": lambda state: state + 0})
     states["logits"][0, -1, 5].backward()
     for name, state in states.items():
         assert state.grad is not None and close(state.grad, kept[name].grad), name
@@ -150,7 +153,7 @@ def test_gradients(models: Any, hf: Any, kind: str) -> None:
     hf.zero_grad()
 
 
-def test_the_gradient_of_a_detached_residual_is_detected(tiny: Path) -> None:
+def test_the_gradient_of_a_detached_residual_differs(tiny: Path) -> None:
     model = load_pretrained(tiny, "conv1d")
     before = _embedding_gradient(model)
     inner = model.h[1].attn.forward
@@ -163,7 +166,7 @@ def _embedding_gradient(model: nn.Module) -> Tensor:
     return torch.autograd.grad(states["logits"][0, -1, 5], states["embed"])[0]
 
 
-def test_gradients_of_a_frozen_model(tiny: Path) -> None:
+def test_gradients_of_a_frozen_model_can_be_computed(tiny: Path) -> None:
     model = load_pretrained(tiny)
     with torch.no_grad():
         expected = trace(model, IDS, ["h.1.out", "logits"], grad=True)
@@ -173,7 +176,7 @@ def test_gradients_of_a_frozen_model(tiny: Path) -> None:
     assert states["h.1.out"].grad is not None and torch.equal(states["h.1.out"].grad, gradient)
 
 
-def test_a_tap_of_all_layers_and_a_patch_of_all_but_one(models: Any) -> None:
+def test_taps_and_patches_of_all_layers_are_expanded(models: Any) -> None:
     model, _ = models["linear"]
     zero, patch = torch.zeros_like, {"h.1.attn": lambda state: state}
     states = trace(model, IDS, ["h.{i}.attn"], patch={"h.{i}.attn": zero, **patch})
@@ -181,7 +184,7 @@ def test_a_tap_of_all_layers_and_a_patch_of_all_but_one(models: Any) -> None:
     assert [bool(state.any()) for state in states.values()] == [False, True, False]
 
 
-def test_several_runs(models: Any) -> None:
+def test_tracing_can_run_the_model_several_times(models: Any) -> None:
     model, _ = models["linear"]
     patch = {"h.{i}.mlp": torch.zeros_like}
     before = model(IDS)
@@ -191,12 +194,12 @@ def test_several_runs(models: Any) -> None:
         ids = generate(model, OTHERS, max_new_tokens=3, temperature=0)
     assert torch.equal(second, trace(model, OTHERS, patch=patch)["logits"])
     assert torch.equal(model(IDS), before) and not torch.equal(first, before)
-    for T in range(14, 17):  # greedy decoding with the patch, one whole run for each id
+    for T in range(14, 17):  # greedy decoding with the patch, a complete run for each id
         logits = trace(model, ids[:, :T], ["logits"], patch=patch)["logits"]
         assert int(logits[0, -1].argmax()) == int(ids[0, T])
 
 
-def test_a_gpt2_without_a_head_and_one_with_sdpa(hf: Any) -> None:
+def test_transformers_models_without_a_head_or_with_sdpa_are_supported(hf: Any) -> None:
     without = trace(hf.transformer, IDS)
     assert list(without) == tap_names(3)[:-1]
     assert torch.equal(without["ln_f"], trace(hf, IDS, ["ln_f"])["ln_f"])
@@ -208,7 +211,7 @@ def test_a_gpt2_without_a_head_and_one_with_sdpa(hf: Any) -> None:
         trace(fused, IDS, ["h.0.probs"])
 
 
-def test_upcast_attention_is_patched_too(make_checkpoint: MakeCheckpoint) -> None:
+def test_upcast_attention_can_be_patched(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(reorder_and_upcast_attn=True)
     reference = transformers.GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager")
     patch = {"h.1.probs": changed}
@@ -273,13 +276,13 @@ class SharedActivation(nn.Module):
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_misuse_is_an_error(tiny: Path, name: str) -> None:
+def test_misuse_raises_an_error(tiny: Path, name: str) -> None:
     misuse, message = MISUSES[name]
     with pytest.raises(CompatError, match=message):
         misuse(load_pretrained(tiny))
 
 
-def test_a_value_that_is_not_a_module() -> None:
+def test_a_value_that_is_not_a_module_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"must be a torch\.nn\.Module"):
         trace("gpt2", IDS)  # type: ignore[arg-type]
 

@@ -24,13 +24,13 @@ V, N = 300, 160
 
 
 @pytest.fixture(scope="module")
-def roomy(make_checkpoint: MakeCheckpoint) -> Path:
+def long_context(make_checkpoint: MakeCheckpoint) -> Path:
     """A checkpoint whose context is longer than the windows of the tests below."""
     return make_checkpoint(n_positions=N, vocab_size=V, bos_token_id=V - 2, eos_token_id=V - 3)
 
 
 class Wrapped(nn.Module):
-    """A user's model around correct blocks. `change` gets the ids and these blocks."""
+    """A user's model around correct blocks; `change` is called with the ids and these blocks."""
 
     def __init__(self, folder: Path, change: Callable[[Tensor, nn.Module], Tensor]) -> None:
         super().__init__()
@@ -41,15 +41,15 @@ class Wrapped(nn.Module):
         return self.change(ids, self.inner)
 
 
-def only_one_side(ids: Tensor, inner: nn.Module) -> Tensor:
+def one_sided_condition(ids: Tensor, inner: nn.Module) -> Tensor:
     if ids.float().mean() > 1e6:
         ids = ids.flip(1)
     logits: Tensor = inner(ids)
     return logits
 
 
-def test_the_designed_inputs_cover_shapes_modes_and_special_ids(roomy: Path) -> None:
-    config = open_checkpoint(roomy).config
+def test_the_designed_inputs_cover_shapes_modes_and_special_ids(long_context: Path) -> None:
+    config = open_checkpoint(long_context).config
     rows = sequences(config, N)
     inputs = designed_inputs(len(rows), N)
     shapes = {(len(item.rows), item.length) for item in inputs}
@@ -61,11 +61,11 @@ def test_the_designed_inputs_cover_shapes_modes_and_special_ids(roomy: Path) -> 
         assert any(row[0] == token_id == row[-1] for row in rows)
     assert any(len(set(row.tolist())) == 1 for row in rows)
     again = [(item.rows, item.length) for item in inputs]
-    assert len(set(again)) < len(again), "one input is repeated"
+    assert len(set(again)) < len(again), "no input is repeated"
 
 
 @pytest.mark.parametrize("n_positions", [1, 2, 3, 5, 33])
-def test_short_contexts_are_proved_too(make_checkpoint: MakeCheckpoint, n_positions: int) -> None:
+def test_short_contexts_can_be_proved(make_checkpoint: MakeCheckpoint, n_positions: int) -> None:
     folder = make_checkpoint(n_positions=n_positions, pad_token_id=4)
     report = check_parity("linear", folder)
     assert report.passed, report.headline
@@ -84,7 +84,7 @@ def test_logits_are_compared_for_any_taps(tiny: Path) -> None:
 
 
 def test_a_correct_tap_does_not_hide_a_wrong_output(tiny: Path) -> None:
-    class Two(nn.Module):
+    class TwoOutputs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = load_pretrained(tiny, "linear")
@@ -93,7 +93,7 @@ def test_a_correct_tap_does_not_hide_a_wrong_output(tiny: Path) -> None:
             logits: Tensor = self.inner(ids)
             return logits * 1.001
 
-    report = check_parity(Two(), tiny, taps=[Tap("logits", "inner")])
+    report = check_parity(TwoOutputs(), tiny, taps=[Tap("logits", "inner")])
     assert all(tap.passed for tap in report.taps) and not report.passed
 
 
@@ -125,16 +125,16 @@ def test_a_model_without_weights_is_refused(tiny: Path, model: Any) -> None:
 # Conditions in the code
 
 
-def test_a_one_sided_condition_is_a_limit_with_its_line(roomy: Path) -> None:
-    report = check_parity(Wrapped(roomy, only_one_side), roomy)
+def test_a_one_sided_condition_is_reported_as_a_limit_with_its_line(long_context: Path) -> None:
+    report = check_parity(Wrapped(long_context, one_sided_condition), long_context)
     assert report.passed
     [limit] = [limit for limit in report.limits if limit.file == __file__]
     assert "never true" in limit.message and "1e6" in limit.source_line
 
 
-def test_blocks_without_conditions_have_no_limits(roomy: Path) -> None:
+def test_blocks_without_conditions_have_no_limits(long_context: Path) -> None:
     for dialect in ("linear", "conv1d"):
-        assert check_parity(dialect, roomy).limits == []
+        assert check_parity(dialect, long_context).limits == []
 
 
 CONDITIONS: dict[str, Callable[[Tensor], bool]] = {
@@ -152,26 +152,28 @@ CONDITIONS: dict[str, Callable[[Tensor], bool]] = {
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_the_constants_of_a_condition_reach_its_other_side(roomy: Path, name: str) -> None:
+def test_inputs_with_the_constants_of_a_condition_reach_its_other_side(
+    long_context: Path, name: str
+) -> None:
     holds = CONDITIONS[name]
 
     def change(ids: Tensor, inner: nn.Module) -> Tensor:
         logits: Tensor = inner(ids)
         return logits * 1.01 if holds(ids) else logits
 
-    assert not check_parity(Wrapped(roomy, change), roomy).passed
+    assert not check_parity(Wrapped(long_context, change), long_context).passed
 
 
-def test_a_forward_pass_that_draws_random_numbers_fails(roomy: Path) -> None:
+def test_a_forward_pass_that_draws_random_numbers_fails(long_context: Path) -> None:
     def change(ids: Tensor, inner: nn.Module) -> Tensor:
         logits: Tensor = inner(ids)
         return logits + 1 if torch.rand(()) < 1e-9 else logits
 
-    report = check_parity(Wrapped(roomy, change), roomy)
+    report = check_parity(Wrapped(long_context, change), long_context)
     assert not report.passed and "random numbers" in report.headline
 
 
-def test_state_that_a_call_changes_is_a_limit(roomy: Path) -> None:
+def test_state_that_a_call_changes_is_reported_as_a_limit(long_context: Path) -> None:
     class Counting(Wrapped):
         calls = 0
 
@@ -179,32 +181,32 @@ def test_state_that_a_call_changes_is_a_limit(roomy: Path) -> None:
             self.calls += 1
             return super().forward(ids)
 
-    report = check_parity(Counting(roomy, lambda ids, inner: inner(ids)), roomy)
+    report = check_parity(Counting(long_context, lambda ids, inner: inner(ids)), long_context)
     assert report.passed
     assert [limit.message for limit in report.limits] == [
         "the forward pass changes calls, which later calls may read"
     ]
 
 
-def test_the_embedding_of_an_id_that_no_input_has_is_compared(roomy: Path) -> None:
-    rows = torch.cat(sequences(open_checkpoint(roomy).config, N))
+def test_the_embedding_of_an_id_that_no_input_contains_is_compared(long_context: Path) -> None:
+    rows = torch.cat(sequences(open_checkpoint(long_context).config, N))
     unused = next(i for i in range(V) if i not in rows)
-    model = load_pretrained(roomy, "linear")
+    model = load_pretrained(long_context, "linear")
     with torch.no_grad():
         model.out_head.weight = nn.Parameter(model.out_head.weight.clone())
         model.tok_emb.weight[unused, 3] += 1e-3
-    report = check_parity(model, roomy)
+    report = check_parity(model, long_context)
     assert not report.passed and "every id" in report.headline
 
 
-def test_a_condition_on_an_array_is_not_evaluated(roomy: Path) -> None:
+def test_a_condition_on_an_array_is_not_evaluated(long_context: Path) -> None:
     def change(ids: Tensor, inner: nn.Module) -> Tensor:
         array = ids.numpy()
         valid = array < V
         logits: Tensor = inner(ids)
         return logits if valid.all() else logits * 2
 
-    report = check_parity(Wrapped(roomy, change), roomy)
+    report = check_parity(Wrapped(long_context, change), long_context)
     assert report.passed, report.headline
 
 
@@ -221,14 +223,16 @@ RETURNED: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", RETURNED)
-def test_logits_are_found_in_the_output(roomy: Path, name: str) -> None:
+def test_logits_are_found_in_the_output(long_context: Path, name: str) -> None:
     returned = RETURNED[name]
-    report = check_parity(Wrapped(roomy, lambda ids, inner: returned(inner(ids))), roomy)
+    report = check_parity(
+        Wrapped(long_context, lambda ids, inner: returned(inner(ids))), long_context
+    )
     assert report.passed, report.headline
     last = [limit for limit in report.limits if "last position only" in limit.message]
     assert len(last) == ("last" in name)
-    wrong = Wrapped(roomy, lambda ids, inner: returned(1.001 * inner(ids)))
-    assert not check_parity(wrong, roomy)
+    wrong = Wrapped(long_context, lambda ids, inner: returned(1.001 * inner(ids)))
+    assert not check_parity(wrong, long_context)
 
 
 # Half precision and large models
@@ -238,7 +242,7 @@ def shifted_positions(model: linear.GPTModel) -> None:
     model.pos_emb.weight.data = model.pos_emb.weight.data.roll(1, 0)
 
 
-def other_eps(model: linear.GPTModel) -> None:
+def changed_eps(model: linear.GPTModel) -> None:
     for module in model.modules():
         if isinstance(module, linear.LayerNorm):
             module.eps = 1e-2
@@ -263,7 +267,7 @@ def unbiased_variance(model: linear.GPTModel) -> None:
     )
 
 
-def other_scale(model: linear.GPTModel) -> None:
+def changed_scale(model: linear.GPTModel) -> None:
     block(model).attention.scale *= 1.01
 
 
@@ -273,27 +277,27 @@ def one_weight(model: linear.GPTModel) -> None:
 
 
 FAULTS: list[Edit] = [
-    shifted_positions, other_eps, noise, erf_gelu, unbiased_variance, other_scale, one_weight,
+    shifted_positions, changed_eps, noise, erf_gelu, unbiased_variance, changed_scale, one_weight,
 ]  # fmt: skip
 
 
-HOW = [(None, False), (False, False), (None, True)]  # calibrate, large
+MODES = [(None, False), (False, False), (None, True)]  # calibrate, large
 TYPES: list[tuple[torch.dtype, bool | None, bool]] = [
-    *((torch.float32, *how) for how in HOW),
-    *((torch.bfloat16, *how) for how in HOW),
+    *((torch.float32, *mode) for mode in MODES),
+    *((torch.bfloat16, *mode) for mode in MODES),
     (torch.float16, None, False),
 ]
 
 
 @pytest.mark.parametrize(("dtype", "calibrate", "large"), TYPES)
-def test_faults_do_not_hide_in_rounding(
+def test_faults_are_not_hidden_by_rounding_errors(
     tiny: Path,
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     calibrate: bool | None,
     large: bool,
 ) -> None:
-    if large:  # as for models of 500M parameters and more
+    if large:  # the mode for models of 500M parameters and more
         monkeypatch.setattr(check, "LARGE", 1)
         monkeypatch.setattr(reference, "LARGE", 1)
     good = load_pretrained(tiny, "linear", dtype=dtype)
@@ -302,7 +306,7 @@ def test_faults_do_not_hide_in_rounding(
         model = load_pretrained(tiny, "linear", dtype=dtype)
         assert isinstance(model, linear.GPTModel)
         fault(model)
-        if calibrate is None and not large:  # neither matters to the comparison of logits
+        if calibrate is None and not large:  # neither affects the comparison of logits
             assert not check_parity(model, tiny, taps=[]), fault.__name__
         assert not check_parity(model, tiny, calibrate=calibrate), fault.__name__
 
@@ -322,25 +326,27 @@ def test_a_model_in_half_precision_is_not_changed(tiny: Path) -> None:
         assert (same, address) == (id(p), p.data_ptr()) and torch.equal(value, p)
 
 
-def test_float64_by_module_equals_float64_of_the_whole_model(tiny: Path) -> None:
+def test_a_float64_copy_by_modules_equals_a_complete_one(tiny: Path) -> None:
     ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(3))
     checkpoint = open_checkpoint(tiny)
     from compat.parity.transformers_gpt2 import in_float64, load_reference
 
     model = load_reference(checkpoint, torch.float32)
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
-    whole, by_module = in_float64(model), in_float64(model, by_module=True)
+    complete, by_module = in_float64(model), in_float64(model, by_module=True)
     with torch.no_grad():
-        expected, found = whole(ids).logits, by_module(ids).logits
+        expected, found = complete(ids).logits, by_module(ids).logits
     assert found.dtype == torch.float64 and torch.equal(found, expected)
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
     assert all(p.dtype == torch.float32 for p in by_module.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_smallest_detectable_error_is_detected(roomy: Path, dtype: torch.dtype) -> None:
+def test_the_smallest_detectable_error_is_detected(long_context: Path, dtype: torch.dtype) -> None:
     """An error of that size at one position, in a random direction, fails."""
-    limit = check_parity(load_pretrained(roomy, dtype=dtype), roomy, taps=[]).smallest_detectable
+    limit = check_parity(
+        load_pretrained(long_context, dtype=dtype), long_context, taps=[]
+    ).smallest_detectable
     direction = torch.randn(V, generator=torch.Generator().manual_seed(5))
 
     def change(ids: Tensor, inner: nn.Module, size: float) -> Tensor:
@@ -349,15 +355,15 @@ def test_the_smallest_detectable_error_is_detected(roomy: Path, dtype: torch.dty
         return torch.cat([logits[:, :-1], logits[:, -1:] + size * error.to(logits.dtype)], dim=1)
 
     def passes(size: float) -> bool:
-        model = Wrapped(roomy, lambda ids, inner: change(ids, inner, size)).to(dtype)
-        return check_parity(model, roomy).passed
+        model = Wrapped(long_context, lambda ids, inner: change(ids, inner, size)).to(dtype)
+        return check_parity(model, long_context).passed
 
     assert limit < 1e-4
     assert passes(0.0)
     assert not passes(1.05 * limit)
 
 
-def test_weights_that_compat_translated_are_noted(tmp_path: Path, tiny: Path) -> None:
+def test_weights_that_compat_converted_are_noted(tmp_path: Path, tiny: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     (tmp_path / "config.json").write_text((tiny / "config.json").read_text())
@@ -371,12 +377,12 @@ def test_weights_that_compat_translated_are_noted(tmp_path: Path, tiny: Path) ->
 
 
 @pytest.mark.parametrize("ids", [[[1, 2, 3]], ((4, 5),), torch.tensor([[1, 2]]).numpy()])
-def test_ids_may_be_any_container(tiny: Path, ids: Any) -> None:
+def test_ids_are_accepted_in_any_container(tiny: Path, ids: Any) -> None:
     assert check_parity("conv1d", tiny, input_ids=ids).input_shape == torch.tensor(ids).shape
 
 
 @pytest.mark.parametrize("ids", ["text", [[1.5]], [1, 2], [[97]], [[-1]], [[]], {1: 2}])
-def test_invalid_ids_are_a_parity_error(tiny: Path, ids: Any) -> None:
+def test_invalid_ids_raise_a_parity_error(tiny: Path, ids: Any) -> None:
     with pytest.raises(ParityError):
         check_parity("conv1d", tiny, input_ids=ids)
 

@@ -1,4 +1,4 @@
-"""The recipes of compat/parity/README.md give the numbers of transformers."""
+"""The recipes of compat/parity/README.md yield the numbers of transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from compat import load_pretrained, open_checkpoint
-from tests.parity.test_patching import by_hand, close
+from tests.parity.test_patching import close, edited_logits
 
 README = Path(__file__).parents[2] / "compat/parity/README.md"
 
@@ -36,21 +36,25 @@ def reference() -> Any:
     return model.eval().requires_grad_(False)
 
 
-def test_the_logit_lens(recipes: dict[str, Any], reference: Any) -> None:
+def test_the_logit_lens_equals_that_of_transformers(
+    recipes: dict[str, Any], reference: Any
+) -> None:
     states = reference(recipes["ids"], output_hidden_states=True).hidden_states[1:]
-    # The last of these was normalized by transformers already.
+    # transformers has already normalized the last one.
     normalized = [*map(reference.transformer.ln_f, states[:-1]), states[-1]]
     ids = [int(reference.lm_head(state)[0, -1].argmax()) for state in normalized]
     assert recipes["lens"] == [recipes["tokenizer"].decode([token_id]) for token_id in ids]
 
 
-def test_the_attention_pattern(recipes: dict[str, Any], reference: Any) -> None:
+def test_the_attention_pattern_equals_that_of_transformers(
+    recipes: dict[str, Any], reference: Any
+) -> None:
     expected = reference(recipes["ids"], output_attentions=True).attentions[1][0, 2]
     assert close(recipes["pattern"], expected)
     assert recipes["picture"].startswith(b"\x89PNG")
 
 
-def test_patching(recipes: dict[str, Any], reference: Any) -> None:
+def test_patching_equals_hand_written_hooks(recipes: dict[str, Any], reference: Any) -> None:
     ids, clean, recovered = recipes["ids"], reference(recipes["ids"]), []
     for block in reference.transformer.h:
         kept: list[torch.Tensor] = []
@@ -69,7 +73,9 @@ def test_patching(recipes: dict[str, Any], reference: Any) -> None:
     assert close(torch.stack(recipes["recovered"]), torch.stack(recovered))
 
 
-def test_ablation_of_a_head_and_its_text(recipes: dict[str, Any], reference: Any) -> None:
+def test_ablation_of_a_head_equals_hand_written_hooks(
+    recipes: dict[str, Any], reference: Any
+) -> None:
     D = reference.config.n_embd // reference.config.n_head
 
     def without_head_2(module: Any, args: Any) -> Any:
@@ -84,7 +90,7 @@ def test_ablation_of_a_head_and_its_text(recipes: dict[str, Any], reference: Any
     assert not close(recipes["ablated"]["logits"], reference(recipes["ids"]).logits)
 
 
-def test_gradients(recipes: dict[str, Any], reference: Any) -> None:
+def test_gradients_equal_those_of_transformers(recipes: dict[str, Any], reference: Any) -> None:
     kept = {}
 
     def keep(name: str, state: torch.Tensor) -> torch.Tensor:
@@ -92,5 +98,5 @@ def test_gradients(recipes: dict[str, Any], reference: Any) -> None:
             state = kept[name] = state.clone().requires_grad_()
         return state
 
-    by_hand(reference, recipes["ids"], keep)[0, -1].max().backward()
+    edited_logits(reference, recipes["ids"], keep)[0, -1].max().backward()
     assert close(recipes["states"]["h.1.probs"].grad, kept["h.1.probs"].grad)

@@ -1,4 +1,4 @@
-"""The reference in a process that patched torch or transformers: the error names the patch."""
+"""If the process has patched torch or transformers, the error of the reference names the patch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from compat.parity.reference import logit_errors, true_logits
 from tests.conftest import MakeCheckpoint, Write
 
 Patch = Callable[[pytest.MonkeyPatch], Any]
-PATCHES: dict[str, tuple[str, Patch]] = {}  # by name: what the error names, and the patch
+PATCHES: dict[str, tuple[str, Patch]] = {}  # name → text in the error message, patch
 
 
 def patch(name: str, named: str = __file__) -> Callable[[Patch], Patch]:
@@ -58,7 +58,7 @@ def checkpoint(make_checkpoint: MakeCheckpoint) -> Checkpoint:
     return open_checkpoint(make_checkpoint())
 
 
-# Patches that change the reference's results
+# Patches that change the results of the reference
 
 
 @patch("F.layer_norm with another epsilon")
@@ -200,7 +200,7 @@ def _(m: pytest.MonkeyPatch) -> None:
     m.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.T + 0.01)
 
 
-@patch("weights changed as they are loaded")
+@patch("weights changed while they are loaded")
 def _(m: pytest.MonkeyPatch) -> None:
     def shifted(self: Any) -> Any:
         with torch.no_grad():
@@ -210,7 +210,7 @@ def _(m: pytest.MonkeyPatch) -> None:
     m.setattr(modeling_gpt2.GPT2LMHeadModel, "eval", shifted, raising=False)
 
 
-@patch("one position of a long text only")
+@patch("only one position of a long text")
 def _(m: pytest.MonkeyPatch) -> None:
     original = F.layer_norm
 
@@ -269,12 +269,12 @@ def _(m: pytest.MonkeyPatch) -> None:
     m.setattr(nn.Linear, "forward", lambda self, x: (x @ self.weight.T)[..., :-1])
 
 
-@patch("a patch that gives infinity")
+@patch("a patch that returns infinity")
 def _(m: pytest.MonkeyPatch) -> None:
     m.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.T / 0)
 
 
-@patch("a patch that gives NaN")
+@patch("a patch that returns NaN")
 def _(m: pytest.MonkeyPatch) -> None:
     m.setattr(torch, "tanh", lambda x: x * float("nan"))
 
@@ -302,7 +302,7 @@ def replaced_kernel() -> Iterator[None]:
 
 @contextmanager
 def low_precision() -> Iterator[None]:
-    """The effect of set_float32_matmul_precision("medium") on a CPU with bfloat16 units."""
+    """Emulate set_float32_matmul_precision("medium") on a CPU with bfloat16 units."""
     original, before = torch.addmm, torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     rounded = lambda b, x, w: original(b, x.bfloat16().to(x.dtype), w)  # noqa: E731
@@ -338,7 +338,7 @@ def test_a_patch_of_the_reference_is_named(
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_a_hook_a_mode_a_kernel_or_a_setting_is_named(name: str, checkpoint: Checkpoint) -> None:
+def test_hooks_modes_kernels_and_settings_are_named(name: str, checkpoint: Checkpoint) -> None:
     named, context = CONTEXTS[name]
     with context(), pytest.raises(ParityError, match="the reference") as caught:
         verify(checkpoint)
@@ -357,7 +357,7 @@ def test_the_error_names_the_line_of_the_patch(
     assert line in str(caught.value)
 
 
-# Patches that do not change the reference's results
+# Patches that do not change the results of the reference
 
 
 def wrapped(m: pytest.MonkeyPatch, owner: Any, name: str) -> None:
@@ -385,9 +385,9 @@ def test_a_harmless_patch_is_allowed(
 
 
 def test_a_clean_process_has_no_patches() -> None:
-    """A new process, because other tests may have registered hooks or modules with torch."""
+    """Checked in a new process, because other tests may have registered hooks with torch."""
     code = "import compat.parity.transformers_gpt2, compat.parity.patches as p, transformers"
-    code += "; transformers.GPT2Tokenizer"  # modules of it have classes of tokenizers
+    code += "; transformers.GPT2Tokenizer"  # its modules contain tokenizer classes
     code += "; print(p.find_patches())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
@@ -416,7 +416,7 @@ def test_numpy_agrees_with_the_reference_in_every_data_type(
     ],
     ids=str,
 )
-def test_numpy_agrees_with_the_reference_under_every_config(
+def test_numpy_agrees_with_the_reference_for_every_config(
     config: dict[str, Any], make_checkpoint: MakeCheckpoint
 ) -> None:
     checkpoint = open_checkpoint(make_checkpoint(**config))
@@ -446,8 +446,8 @@ def test_errors_are_measured_at_every_position(
     checkpoint: Checkpoint, exact_logits: Tensor
 ) -> None:
     truth = torch.from_numpy(numpy_gpt2.logits(checkpoint, torch.float32, IDS))
-    right = logit_errors(exact_logits, truth)
-    assert right.shape == (2, 30) and right.max() < 1e-13
+    errors_of_exact = logit_errors(exact_logits, truth)
+    assert errors_of_exact.shape == (2, 30) and errors_of_exact.max() < 1e-13
     wrong = exact_logits.clone()
     wrong[1, 7] += 0.01 * exact_logits.square().mean().sqrt()
     errors = logit_errors(wrong, truth)

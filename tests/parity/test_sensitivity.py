@@ -19,55 +19,55 @@ pytestmark = pytest.mark.usefixtures("shared_reference")
 
 
 def check_broken(
-    folder: Path, break_it: Callable[[linear.GPTModel], None], calibrate: bool = True
+    folder: Path, make_mistake: Callable[[linear.GPTModel], None], calibrate: bool = True
 ) -> ParityReport:
-    """Load `linear`, break it, and compare it on ids that fill the context."""
+    """Load `linear`, make the mistake, and compare the model on ids that fill the context."""
     model = load_pretrained(folder, "linear")
     assert isinstance(model, linear.GPTModel)
     torch.manual_seed(0)
-    break_it(model)
+    make_mistake(model)
     return check_parity(model, folder, calibrate=calibrate)
 
 
 @pytest.mark.parametrize("calibrate", [True, False])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found_where_it_is_made(tiny: Path, name: str, calibrate: bool) -> None:
-    first_tap, break_it = MISTAKES[name]
-    report = check_broken(tiny, break_it, calibrate)
+    first_tap, make_mistake = MISTAKES[name]
+    report = check_broken(tiny, make_mistake, calibrate)
     assert not report.passed
     assert report.first_divergence == first_tap
     assert first_tap in report.headline
     if name in ("left_in_training_mode", "layers_in_the_wrong_order"):
         return  # these break more than one layer
-    # The local errors blame no piece before the mistake, and none in other layers.
+    # Local errors are attributed to no piece before the mistake and to no other layer.
     blamed = [result.tap for result in report.taps if not result.local.within]
     assert blamed[0] == first_tap
     assert {tap.rpartition(".")[0] for tap in blamed} == {first_tap.rpartition(".")[0]}
 
 
-def test_at_least_25_mistakes() -> None:
+def test_there_are_at_least_25_mistakes() -> None:
     assert len(MISTAKES) >= 25
 
 
 def test_an_ignored_inverse_layer_scale_is_found(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(scale_attn_by_inverse_layer_idx=True)
 
-    def forget(model: linear.GPTModel) -> None:
+    def omit_the_layer_scale(model: linear.GPTModel) -> None:
         for i, layer in enumerate(model.trf_blocks):
             layer.attention.scale *= i + 1
 
     assert check_parity("linear", folder).passed
-    assert check_broken(folder, forget).first_divergence == "h.1.probs"
+    assert check_broken(folder, omit_the_layer_scale).first_divergence == "h.1.probs"
 
 
 def test_an_ignored_epsilon_of_the_config_is_found(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint(layer_norm_epsilon=1e-3)
 
-    def use_the_usual(model: linear.GPTModel) -> None:
+    def use_the_default(model: linear.GPTModel) -> None:
         model.trf_blocks[0].norm1.eps = 1e-5
 
     assert check_parity("linear", folder).passed
-    assert check_broken(folder, use_the_usual).first_divergence == "h.0.ln_1"
+    assert check_broken(folder, use_the_default).first_divergence == "h.0.ln_1"
 
 
 def test_the_output_of_the_last_block_is_not_the_last_hidden_state(tiny: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_output_of_the_last_block_is_not_the_last_hidden_state(tiny: Path) -
 
 
 def interleave_qkv(model: conv1d.GPTModel) -> None:
-    """Mistake 3 in the fused layout: columns ordered head by head, as Megatron does."""
+    """Mistake 3 in the fused layout: the columns are ordered head by head, as in Megatron."""
     c_attn, H = model.h[1].attn.c_attn, model.config.n_head
     for parameter in (c_attn.weight, c_attn.bias):
         fused = parameter.data.unflatten(-1, (H, 3, -1))
@@ -112,7 +112,7 @@ CONV1D_MISTAKES: dict[str, tuple[str, Callable[[conv1d.GPTModel], object]]] = {
     "no_scale": ("h.1.probs", lambda m: setattr(m.h[1].attn, "scale", 1.0)),
     "eps_1e_6": ("h.0.ln_1", lambda m: setattr(m.h[0].ln_1, "eps", 1e-6)),
     "shift_dropped": ("ln_f", lambda m: setattr(m.ln_f, "bias", None)),
-    "head_made_up": (
+    "random_head": (
         "logits",
         lambda m: setattr(m.lm_head, "weight", nn.Parameter(torch.randn(97, 24))),
     ),
@@ -122,11 +122,11 @@ CONV1D_MISTAKES: dict[str, tuple[str, Callable[[conv1d.GPTModel], object]]] = {
 
 @pytest.mark.parametrize("name", CONV1D_MISTAKES)
 def test_a_mistake_in_conv1d_is_found_where_it_is_made(tiny: Path, name: str) -> None:
-    first_tap, break_it = CONV1D_MISTAKES[name]
+    first_tap, make_mistake = CONV1D_MISTAKES[name]
     model = load_pretrained(tiny, "conv1d")
     assert isinstance(model, conv1d.GPTModel)
     torch.manual_seed(0)
-    break_it(model)
+    make_mistake(model)
     assert check_parity(model, tiny).first_divergence == first_tap
 
 
@@ -140,7 +140,7 @@ def renormalised(scores: Tensor, hidden: Tensor) -> Tensor:
 
 
 def in_place_residual(x: Tensor, b: linear.TransformerBlock) -> Tensor:
-    """Mistake 19: overwrites the tensor that the tap before it recorded."""
+    """Mistake 19: the tensor that an earlier tap recorded is overwritten."""
     x += b.attention(b.norm1(x))
     x += b.feedforward(b.norm2(x))
     return x

@@ -1,4 +1,4 @@
-"""`record` records hidden states, forces them, and changes nothing else."""
+"""`record` records hidden states, or replaces them, without other changes."""
 
 from __future__ import annotations
 
@@ -29,38 +29,38 @@ def test_all_taps_are_recorded_in_execution_order(tiny: Path, dialect: str) -> N
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_the_following_modules_work_on_forced_values(tiny: Path, dialect: str) -> None:
+def test_later_modules_use_the_forced_values(tiny: Path, dialect: str) -> None:
     model, taps = load_pretrained(tiny, dialect), expand_taps(get_dialect(dialect).taps, 3)
     plain = record(model, taps, IDS)
     assert all(torch.equal(plain[k], v) for k, v in record(model, taps, IDS, forced=plain).items())
     doubled = record(model, taps, IDS, forced=plain | {"h.1.resid_mid": 2 * plain["h.1.resid_mid"]})
     changed = [tap for tap in plain if not torch.equal(plain[tap], doubled[tap])]
-    # The value of `resid_mid` itself is recorded before it is replaced. The forced one enters the
-    # second norm and the second residual connection.
+    # `resid_mid` itself is recorded before it is replaced. The forced value enters the second norm
+    # and the second residual connection.
     assert changed in (["h.1.ln_2", "h.1.out"], ["h.1.out"])
     expected = 2 * plain["h.1.resid_mid"] + plain["h.1.mlp"]
     assert torch.equal(doubled["h.1.out"], expected)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_tap_of_every_layer(tiny: Path, dialect: str) -> None:
-    """A tap with `{i}` is expanded, in the dialect's order and in any other order."""
+def test_a_tap_with_a_layer_index_is_expanded_for_every_layer(tiny: Path, dialect: str) -> None:
+    """This works in the dialect's order of taps and in any other order."""
     model, taps = load_pretrained(tiny, dialect), get_dialect(dialect).taps
     assert list(record(model, taps, IDS)) == list(record(model, taps[::-1], IDS)) == tap_names(3)
     acts = [tap for tap in taps if tap.name == "h.{i}.act"]
     assert list(record(model, acts, IDS)) == ["h.0.act", "h.1.act", "h.2.act"]
 
 
-def test_a_run_may_end_at_the_last_tap(tiny: Path) -> None:
+def test_a_run_may_stop_at_the_last_tap(tiny: Path) -> None:
     model = load_pretrained(tiny, "conv1d")
     finished: list[nn.Module] = []
     model.lm_head.register_forward_hook(lambda module, *_: finished.append(module))
     taps = [Tap("embed", "h.0", at="input"), Tap("h.{i}.out", "h.{i}")]
-    whole = record(model, taps, IDS)
+    complete = record(model, taps, IDS)
     assert len(finished) == 1
     part = record(model, taps, IDS, stop_early=True)
-    assert len(finished) == 1 and list(part) == list(whole)
-    assert all(torch.equal(part[name], whole[name]) for name in whole)
+    assert len(finished) == 1 and list(part) == list(complete)
+    assert all(torch.equal(part[name], complete[name]) for name in complete)
 
 
 def test_hooks_are_removed_afterwards(tiny: Path) -> None:
@@ -91,14 +91,14 @@ def test_recorded_tensors_are_copies() -> None:
     assert torch.equal(recorded["embed"], model.kept)
 
 
-class Quits(nn.Module):
+class RaisesSystemExit(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         raise SystemExit("no")
 
 
 def test_an_exception_of_the_model_is_reported_with_its_line() -> None:
     with pytest.raises(ParityError, match=r"raised SystemExit at .*test_trace.py:\d+: no"):
-        record(Quits(), [Tap("logits", "")], IDS)
+        record(RaisesSystemExit(), [Tap("logits", "")], IDS)
 
 
 def test_a_tap_that_cannot_be_recorded_is_named(tiny: Path) -> None:

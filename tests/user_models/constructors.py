@@ -1,8 +1,8 @@
-"""Source files with a class GPT whose constructor gets its sizes in one of the usual ways."""
+"""Source files with a class GPT whose constructor receives its sizes in one of the usual ways."""
 
 from __future__ import annotations
 
-# `Core` takes its sizes in an order, and under names, that say nothing.
+# The order and the names of the arguments of `Core` give no hint at their meaning.
 CORE = """
 import typing
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ READ = "c.vocab_size, c.block_size, c.n_embd, c.n_layer, c.n_head"
 
 
 def gpt(signature: str, sizes: str, before: str = "") -> str:
-    """The source of a class GPT with this constructor signature, which passes these sizes on."""
+    """Return the source of a class GPT with this signature, which passes these sizes to `Core`."""
     return (
         f"\nclass GPT(Core):\n    def __init__(self{signature}):\n"
         f"        {before}\n        super().__init__({sizes})\n"
@@ -44,7 +44,7 @@ def gpt(signature: str, sizes: str, before: str = "") -> str:
 
 
 def _takes(names: str, star: str = "") -> str:
-    """A constructor whose arguments are the sizes."""
+    """Return a class whose constructor's arguments are the sizes."""
     return gpt(f", {star}{names}", ", ".join(n.split("=")[0] for n in names.split(", ")))
 
 

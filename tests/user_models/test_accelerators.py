@@ -1,4 +1,4 @@
-"""Code for devices that the machine does not have runs on the CPU."""
+"""Code for devices that the machine lacks runs on the CPU."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def run(use: Callable[[], Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_a_missing_device_is_the_cpu(name: str) -> None:
+def test_a_missing_device_is_replaced_by_the_cpu(name: str) -> None:
     found, replaced = on_available_device(lambda: run(USES[name]))
     assert replaced and found.device.type == "cpu" and found.shape == (3,)
 
 
-def test_code_without_a_device_runs_as_it_is() -> None:
+def test_code_without_a_device_runs_unchanged() -> None:
     calls: list[int] = []
     found, replaced = on_available_device(lambda: calls.append(1) or run(lambda: torch.ones(2)))
     assert not replaced and torch.equal(found, torch.ones(2)) and calls == [1]
 
 
-def test_another_error_is_raised_once() -> None:
+def test_another_error_is_raised_without_a_second_attempt() -> None:
     calls: list[int] = []
 
     def fails() -> None:

@@ -1,4 +1,4 @@
-"""construct: arguments and configs with the checkpoint's sizes; functions that return models."""
+"""construct passes the checkpoint's sizes as arguments and configs, and calls functions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_sizes_are_passed_in_every_style(tmp_path: Path, style: str) -> None:
     assert build(tmp_path, STYLES[style]).sizes == SIZES
 
 
-def test_dict_has_exactly_the_keys_that_the_classes_read(tmp_path: Path) -> None:
+def test_a_dictionary_has_exactly_the_keys_that_the_classes_read(tmp_path: Path) -> None:
     source = """
 class Block(nn.Module):
     def __init__(self, c):
@@ -69,7 +69,7 @@ class GPT(nn.Module):
     assert type(model.cfg) is dict and len(model.blocks) == 3 and model.blocks[0].heads == 4
 
 
-def test_dropout_eps_biases_and_tying_are_the_checkpoints(tmp_path: Path) -> None:
+def test_dropout_eps_biases_and_tying_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     names = (
         "attn_pdrop resid_pdrop embd_pdrop dropout ln_eps tie_weights qkv_bias head_dim mlp_ratio "
         "d_ff device"
@@ -95,24 +95,24 @@ def test_dropout_eps_biases_and_tying_are_the_checkpoints(tmp_path: Path) -> Non
         ("d_model, hidden_ff", 96),
     ],
 )
-def test_hidden_size_is_the_mlp_width_only_beside_a_width(
+def test_hidden_size_is_the_mlp_width_only_if_there_is_another_width(
     tmp_path: Path, signature: str, expected: int
 ) -> None:
     name = next(n for n in signature.split(", ") if "hid" in n)
     assert build(tmp_path, gpt(f", {signature}", f"0, 0, 0, 0, 0, {name}")).extra == expected
 
 
-def test_switches_away_from_gpt2_are_off(tmp_path: Path) -> None:
+def test_switches_that_deviate_from_gpt2_are_off(tmp_path: Path) -> None:
     source = gpt(", use_rmsnorm=True, pre_norm=False", f"{NOTHING}, (use_rmsnorm, pre_norm)")
     assert build(tmp_path, source).extra == (False, True)
 
 
-def test_the_score_of_a_masked_token_is_very_low(tmp_path: Path) -> None:
+def test_the_score_of_masked_tokens_is_very_low(tmp_path: Path) -> None:
     source = gpt(", masking_minus_inf", f"{NOTHING}, masking_minus_inf")
     assert build(tmp_path, source).extra == -1e9
 
 
-def test_a_table_of_presets_has_no_preset(tmp_path: Path) -> None:
+def test_no_preset_of_a_table_is_selected(tmp_path: Path) -> None:
     """The checkpoint's sizes are passed instead."""
     sizes = ", ".join(f'c["{n}"]' for n in "vocab_size ctx n_embd n_layer n_head models".split())
     before = "assert c['model_type'] not in c['models']"
@@ -138,7 +138,7 @@ def test_defaults_without_a_role_or_of_another_type_are_kept(tmp_path: Path) -> 
         ("dict(gelu=nn.GELU(approximate='tanh')) and {'relu': 0, 'gelu': 1}[act]", 1),
     ],
 )
-def test_activation_has_a_name_that_the_code_knows(
+def test_the_activation_has_a_name_that_the_code_knows(
     tmp_path: Path, reads: str, expected: int
 ) -> None:
     assert build(tmp_path, gpt(", act", f"0, 0, 0, 0, 0, {reads}")).extra == expected
@@ -155,12 +155,12 @@ def test_activation_has_a_name_that_the_code_knows(
 def test_an_argument_that_is_compared_with_a_string_is_not_a_size(
     tmp_path: Path, test: str, expected: object
 ) -> None:
-    """Its use outweighs its name, which is one of the width of the MLP."""
+    """How the argument is used counts more than its name, which is that of an MLP width."""
     before = f"assert {test} or not isinstance(ffn, str)"
     assert build(tmp_path, gpt(", ffn", "0, 0, 0, 0, 0, ffn", before)).extra == expected
 
 
-def test_an_argument_whose_length_is_taken_is_a_vocabulary(tmp_path: Path) -> None:
+def test_an_argument_whose_length_is_used_is_a_vocabulary(tmp_path: Path) -> None:
     counted = gpt(", vocab", "len(vocab), 0, 0, 0, 0, vocab")
     model = build(tmp_path, counted)
     assert model.sizes[0] == len(set(model.extra)) == 97
@@ -178,7 +178,7 @@ def test_an_argument_that_is_annotated_as_a_string_is_not_a_size(tmp_path: Path)
         assert model.extra == expected
 
 
-def test_globals_of_sibling_modules_are_set_and_no_others(tmp_path: Path) -> None:
+def test_only_globals_of_sibling_modules_are_set(tmp_path: Path) -> None:
     (tmp_path / "sizes_here.py").write_text("n_embd = 8\nbatch_size = 5\nn_layer = 2\n")
     source = "import sizes_here\nfrom sizes_here import n_embd, batch_size\n"
     source += "n_head = 9\nunused = n_ctx = 1\nT = True\n"
@@ -189,7 +189,7 @@ def test_globals_of_sibling_modules_are_set_and_no_others(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("config", ["", DATACLASS], ids=["namespace", "dataclass"])
-def test_a_config_is_exported_as_those_of_transformers(tmp_path: Path, config: str) -> None:
+def test_a_config_can_be_exported_like_those_of_transformers(tmp_path: Path, config: str) -> None:
     annotation = ", c: GPTConfig" if config else ", config"
     read = READ if config else READ.replace("c.", "config.")
     saved = "self.saved = c.to_dict()" if config else "self.saved = config.to_dict()"
@@ -198,14 +198,14 @@ def test_a_config_is_exported_as_those_of_transformers(tmp_path: Path, config: s
     assert set(SIZES) <= set(model.saved.values()) and "to_dict" not in model.saved
 
 
-def test_embeddings_that_are_taken_from_a_model_of_transformers(tmp_path: Path) -> None:
+def test_embeddings_may_come_from_a_model_of_transformers(tmp_path: Path) -> None:
     sizes = "b.config.vocab_size, b.wpe.num_embeddings, b.wte.embedding_dim, depth, heads"
     model = build(tmp_path, gpt(", b, depth, heads", sizes, "wte = b.wte"))
     assert model.sizes == SIZES
 
 
-def test_a_config_class_of_a_module_that_is_imported(tmp_path: Path) -> None:
-    """It is the one that fits, although the model's own module does not name it."""
+def test_a_config_class_of_an_imported_module_is_used(tmp_path: Path) -> None:
+    """The class is used because it fits, although the model's module does not name it."""
     text = f"from dataclasses import dataclass\n{DATACLASS}"
     (tmp_path / "own_settings.py").write_text(text)
     (tmp_path / "own_parts.py").write_text("from own_settings import GPTConfig\nPART = 1\n")
@@ -214,7 +214,7 @@ def test_a_config_class_of_a_module_that_is_imported(tmp_path: Path) -> None:
     assert (model.sizes, model.extra) == (SIZES, "auto")
 
 
-def test_globals_are_restored_when_the_constructor_raises(tmp_path: Path) -> None:
+def test_globals_are_restored_if_the_constructor_raises(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(
         CORE
@@ -228,7 +228,7 @@ def test_globals_are_restored_when_the_constructor_raises(tmp_path: Path) -> Non
     assert (module["n_embd"], module["HP"]) == (384, {"n_head": 7})
 
 
-def test_built_model_runs(tmp_path: Path) -> None:
+def test_a_built_model_can_be_run(tmp_path: Path) -> None:
     source = """
 n_head = 2
 
@@ -266,12 +266,12 @@ class GPT(nn.Module):
 def test_construct_does_not_redirect_stdout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command line keeps it off stdout; the library itself does not redirect the process's."""
+    """Only the command line redirects it; the library must not change the process's stdout."""
     build(tmp_path, "print('importing')\n" + gpt("", NOTHING, "print('building')"))
     assert capsys.readouterr() == ("importing\nbuilding\n", "")
 
 
-# Functions.
+# Functions
 
 MAKE = "\nn_layer = 8\n\ndef make_model({}):\n    return Core({})\n"
 
@@ -286,7 +286,7 @@ MAKE = "\nn_layer = 8\n\ndef make_model({}):\n    return Core({})\n"
         ("cfg, width=3", "1, 2, width, cfg.n_layer, 5", {"width": 6}, (1, 2, 6, 3, 5)),
     ],
 )
-def test_function_is_called_with_the_config_if_it_takes_one(
+def test_a_function_with_a_config_argument_receives_the_config(
     tmp_path: Path, signature: str, sizes: str, kwargs: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
     source = MAKE.format(signature, sizes)
@@ -304,7 +304,7 @@ def test_function_is_called_with_the_config_if_it_takes_one(
         (MAKE.format("", "1 / 0"), "ZeroDivisionError: division by zero\n  at "),
     ],
 )
-def test_a_function_that_does_not_return_a_model(
+def test_a_function_that_does_not_return_a_model_is_refused(
     tmp_path: Path, source: str, fragment: str
 ) -> None:
     with pytest.raises(AdaptError) as caught:
@@ -312,7 +312,9 @@ def test_a_function_that_does_not_return_a_model(
     assert fragment in str(caught.value)
 
 
-def test_a_config_that_is_copied_to_self_has_what_is_read_there(tmp_path: Path) -> None:
+def test_a_config_that_is_copied_to_self_has_the_entries_that_are_read_there(
+    tmp_path: Path,
+) -> None:
     source = """
 class GPT(Core):
     def __init__(self, config):
@@ -339,10 +341,10 @@ def test_a_limit_of_rows_exceeds_the_batches_of_the_proof(tmp_path: Path) -> Non
     assert build(tmp_path, source, GPT2Config()).extra == 16  # its cache would be too large
 
 
-# What the caller passes.
+# Arguments of the caller
 
 
-def test_kwargs_replace_the_arguments_found(tmp_path: Path) -> None:
+def test_kwargs_replace_the_determined_arguments(tmp_path: Path) -> None:
     source = gpt(", vocab_size, n_layer, magic", "vocab_size, 0, 0, n_layer, 0, magic")
     model = build(tmp_path, source, kwargs={"n_layer": 7, "magic": [1]})
     assert (model.sizes, model.extra) == ((97, 0, 0, 7, 0), [1])
@@ -351,14 +353,14 @@ def test_kwargs_replace_the_arguments_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "style", ["dict", "attributes", "annotated dataclass", "dataclass by name"]
 )
-def test_dict_for_the_config_argument_is_merged(tmp_path: Path, style: str) -> None:
+def test_a_dictionary_for_the_config_argument_is_merged(tmp_path: Path, style: str) -> None:
     source = STYLES[style]
     name = source.rpartition("__init__(self, ")[2].partition(")")[0].partition(":")[0]
     layers = "n_layers" if style == "dict" else "n_layer"
     assert build(tmp_path, source, kwargs={name: {layers: 7}}).sizes == (97, 32, 24, 7, 4)
 
 
-def test_named_config_is_passed_unchanged(tmp_path: Path) -> None:
+def test_a_named_config_is_passed_unchanged(tmp_path: Path) -> None:
     source = "\nMINE = SimpleNamespace(vocab_size=1, block_size=2, n_embd=3, n_layer=4, n_head=5)\n"
     source += gpt(", c, magic=0", f"{READ}, magic")
     model = build(tmp_path, source, config_name="MINE", kwargs={"magic": 6})
@@ -373,7 +375,7 @@ def test_named_config_is_passed_unchanged(tmp_path: Path) -> None:
     assert (changed.extra, module["MINE"]) == ((1, 3), {"n": 1, "m": 2})
 
 
-# Errors.
+# Errors
 
 ERRORS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "argument": (
@@ -445,7 +447,7 @@ def test_keyboard_interrupt_is_not_caught(tmp_path: Path) -> None:
         build(tmp_path, gpt("", NOTHING, "raise KeyboardInterrupt"))
 
 
-def test_the_call_is_described_with_what_the_users_own_config_says_instead(tmp_path: Path) -> None:
+def test_the_described_call_has_the_settings_of_the_users_config(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     source = """
 CONFIG = {"emb_dim": 768, "n_layers": 12, "qkv_bias": False, "drop_rate": 0.5}
@@ -476,8 +478,8 @@ class GPT(nn.Module):
     assert ";" not in construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1]
 
 
-def test_the_call_is_described_with_other_defaults(tmp_path: Path) -> None:
-    """Sizes and dropout are the checkpoint's anyway."""
+def test_the_described_call_has_the_changed_defaults(tmp_path: Path) -> None:
+    """Sizes and dropout, which are always the checkpoint's, are not described."""
     path = tmp_path / "own.py"
     path.write_text(
         CORE
@@ -494,8 +496,8 @@ class GPT(nn.Module):
     assert own == "your default is qkv_bias=False and eps=1e-06"
 
 
-def test_a_width_that_is_written_in_the_code(tmp_path: Path) -> None:
-    """The model is built with that width if it runs with no other, and the call says so."""
+def test_a_model_that_runs_only_with_a_hardcoded_width_is_built_with_it(tmp_path: Path) -> None:
+    """The described call states the width."""
     path = tmp_path / "own.py"
     path.write_text("""
 from torch import nn
@@ -515,13 +517,15 @@ class GPT(nn.Module):
     model, call = construct_with_call(cls, dataclasses.replace(CONFIG, n_embd=40))
     assert vars(model)["sizes"] == (40, 4) and "width" not in call
     path.write_text(path.read_text().replace("LayerNorm(40)", "LayerNorm(block_size + 1)"))
-    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)  # which raises in all
+    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)  # raises in other widths
     assert vars(model)["sizes"] == (24, 4) and "width" not in call
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_sizes_whose_names_usually_have_another_meaning(broken: bool, tmp_path: Path) -> None:
-    """Here `head_size` is the number of heads; code that runs with no values is built by names."""
+def test_sizes_with_names_that_usually_have_another_meaning_are_found(
+    broken: bool, tmp_path: Path
+) -> None:
+    """Here, `head_size` is the number of heads. Code that never runs is built by its names."""
     path = tmp_path / "own.py"
     source = """
 class GPT(nn.Module):
@@ -545,8 +549,8 @@ class GPT(nn.Module):
     assert ("your code only runs with head_size" in call) is not broken
 
 
-def test_a_width_that_is_called_head_dim(tmp_path: Path) -> None:
-    """Two names may stand for the width, as `d_in` and `d_out` do."""
+def test_a_width_with_the_name_head_dim_is_found(tmp_path: Path) -> None:
+    """Two arguments may be the width, like `d_in` and `d_out`."""
     path = tmp_path / "own.py"
     source = """
 class GPT(nn.Module):
@@ -563,8 +567,8 @@ class GPT(nn.Module):
     assert vars(model)["sizes"] == (24, 24) and call.endswith("only runs with head_dim=24")
 
 
-def test_the_config_class_with_all_names_that_are_read(tmp_path: Path) -> None:
-    """Of two with the same sizes, the one with a further entry that the code reads."""
+def test_the_config_class_with_all_read_names_is_used(tmp_path: Path) -> None:
+    """Two classes have the same sizes, but only one has another entry that the code reads."""
     source = """
 @dataclass
 class Base:
@@ -591,8 +595,8 @@ class GPT(nn.Module):
     assert type(vars(model)["config"]).__name__ == "OwnConfig"
 
 
-def test_a_switch_that_the_code_only_runs_with_as_it_is_by_default(tmp_path: Path) -> None:
-    """The user's own default is passed, and the call says so."""
+def test_a_switch_keeps_its_default_if_the_code_runs_only_with_it(tmp_path: Path) -> None:
+    """The default of the user is passed, and the described call states it."""
     path = tmp_path / "own.py"
     source = """
 @dataclasses.dataclass
@@ -621,7 +625,7 @@ class GPT(nn.Module):
     assert vars(model)["bias"] is True and ";" not in call
 
 
-def test_a_switch_that_forward_reads_off_the_config_of_the_module(tmp_path: Path) -> None:
+def test_a_switch_that_forward_reads_from_the_modules_config_is_set(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     source = """
 @dataclasses.dataclass
@@ -649,10 +653,10 @@ class GPT(nn.Module):
 
 
 @pytest.mark.parametrize(("width", "expected"), [("n_key * n_head", 6), ("n_key", 24)])
-def test_the_width_of_the_keys_is_one_heads_or_all_heads(
+def test_the_width_of_the_keys_is_that_of_one_head_or_of_all_heads(
     tmp_path: Path, width: str, expected: int
 ) -> None:
-    """By the number of parameters that the model has with it."""
+    """The number of parameters of the model decides."""
     (tmp_path / "own.py").write_text(
         "from torch import nn\n\nclass GPT(nn.Module):\n"
         "    def __init__(self, vocab_size, block_size, n_embd, n_layer, n_head, n_key):\n"
@@ -712,7 +716,7 @@ def test_a_switch_that_nothing_replaces_keeps_its_default(
     assert ("found by trying" in call) is any(expected)
 
 
-def test_n_is_the_context_where_the_model_has_positions(tmp_path: Path) -> None:
+def test_n_is_the_context_length_if_the_model_has_positions(tmp_path: Path) -> None:
     source = """
 class GPT(nn.Module):
     def __init__(self, data):
@@ -726,7 +730,7 @@ class GPT(nn.Module):
     assert build(tmp_path, "import torch\n" + source).n == 32
 
 
-def test_an_unknown_entry_in_a_section_of_a_config(tmp_path: Path) -> None:
+def test_an_unknown_entry_in_a_section_of_a_config_is_named(tmp_path: Path) -> None:
     source = """
 class GPT(nn.Module):
     def __init__(self, vocab_size, config):
@@ -784,14 +788,14 @@ def test_an_entry_that_the_model_does_not_read_has_a_value_of_its_type(tmp_path:
     assert config["model"] == {"model": "", "n_embd": 24, "kind": "even"}  # found by trying
 
 
-def test_an_entry_that_is_passed_on_with_all_others_is_read(tmp_path: Path) -> None:
+def test_an_entry_that_is_passed_on_with_all_others_counts_as_read(tmp_path: Path) -> None:
     source = SECTIONS.replace("self.config = config", "self.rate = Rate(**vars(config.train))")
     source += "\nclass Rate:\n    def __init__(self, steps, folder, rate):\n        pass\n"
     with pytest.raises(AdaptError, match=r"config\.train\.steps"):
         build(tmp_path, source.replace("pass", "raise ValueError"))
 
 
-def test_an_entry_of_a_section_that_the_caller_sets(tmp_path: Path) -> None:
+def test_the_caller_can_set_an_entry_of_a_section(tmp_path: Path) -> None:
     own = {"config": {"model": {"kind": "any", "n_embd": 12}, "train": {"steps": 9}}}
     config = dataclasses.asdict(build(tmp_path, SECTIONS, kwargs=own).config)
     assert config["train"] == {"steps": 9, "folder": None, "rate": 1.0}
@@ -799,8 +803,8 @@ def test_an_entry_of_a_section_that_the_caller_sets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", ["self.train_cfg = train_cfg", "self.rate = train_cfg.rate"])
-def test_a_config_class_that_is_named_like_the_argument(tmp_path: Path, stored: str) -> None:
-    """The sizes that the model reads off its other config are not those of this one."""
+def test_a_config_class_with_the_name_of_the_argument_is_used(tmp_path: Path, stored: str) -> None:
+    """Sizes that the model reads from its other config are not those of this one."""
     source = """
 import dataclasses
 
@@ -824,7 +828,7 @@ class GPT(nn.Module):
     assert model.kept == {"rate": 0.1} and model.wte.weight.shape == (97, 24)
 
 
-def test_a_list_of_a_config_for_each_block(tmp_path: Path) -> None:
+def test_a_list_with_a_config_for_each_block_is_passed(tmp_path: Path) -> None:
     source = """
 class GPT(nn.Module):
     def __init__(self, vocab_size, blocks: list[dict]):
@@ -837,8 +841,8 @@ class GPT(nn.Module):
     assert [block.weight.shape for block in model.blocks] == [(96, 24)] * 3
 
 
-def test_a_model_that_a_head_takes_is_no_config(tmp_path: Path) -> None:
-    """The names that the head reads off the model are not entries of a config."""
+def test_a_model_that_a_head_accepts_is_not_a_config(tmp_path: Path) -> None:
+    """The names that the head reads from the model are not entries of a config."""
     source = """
 class Trunk(nn.Module):
     def __init__(self, vocab_size, n_embd):
@@ -854,7 +858,7 @@ class GPT(nn.Module):
 
 
 @pytest.mark.parametrize("annotation", ["", ": ModelHyperParameters"])
-def test_a_config_class_that_sets_its_values_in_its_constructor(
+def test_a_config_class_that_sets_its_values_in_its_constructor_is_used(
     tmp_path: Path, annotation: str
 ) -> None:
     values = "self.vocab_size = 0  # of the data\n        self.block_size: int = 16\n"
@@ -867,7 +871,7 @@ def test_a_config_class_that_sets_its_values_in_its_constructor(
     assert build(tmp_path, source).sizes == SIZES
 
 
-def test_a_number_in_the_constructor_of_a_config_class_with_parameters(tmp_path: Path) -> None:
+def test_numbers_in_a_config_constructor_with_parameters_are_replaced(tmp_path: Path) -> None:
     source = """
 class Config:
     def __init__(self, vocab_size=65, block_size=16):
@@ -896,7 +900,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("case", ACTIVATIONS)
-def test_an_activation_is_passed_as_it_is_used(tmp_path: Path, case: str) -> None:
+def test_an_activation_is_passed_in_the_form_in_which_it_is_used(tmp_path: Path, case: str) -> None:
     annotation, stored, called = ACTIVATIONS[case]
     source = f"""
 class Layer(nn.Module):
@@ -943,7 +947,7 @@ class GPT(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["config.yaml", "conf/gpt.yml", "../configs/model/small.json"])
-def test_a_config_that_lies_in_a_file(tmp_path: Path, where: str) -> None:
+def test_a_config_is_read_from_a_file(tmp_path: Path, where: str) -> None:
     file = tmp_path / "package" / where
     (tmp_path / "package").mkdir()
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -956,10 +960,10 @@ def test_a_config_that_lies_in_a_file(tmp_path: Path, where: str) -> None:
 
 
 @pytest.mark.parametrize("check", ["", "assert self.activation == 'squared' and not self.bias"])
-def test_settings_of_a_config_class_without_defaults_lie_in_a_file(
+def test_settings_of_a_config_class_without_defaults_are_read_from_a_file(
     tmp_path: Path, check: str
 ) -> None:
-    """A value that the class insists on, although GPT-2 has another one, is that of the file."""
+    """A value that the class requires is that of the file, although GPT-2 has another one."""
     (tmp_path / "small.yaml").write_text(
         "model:\n  vocab_size: 7\n  n_embd: 8\n  n_layer: 9\n  activation: squared\n"
         "  style: mine\n  bias: false\n"
@@ -986,14 +990,14 @@ class GPT(Core):
     assert model.sizes[:3] == (97, 24, 3) and model.extra is not bool(check)
 
 
-def test_a_file_with_other_names_is_no_config_of_the_model(tmp_path: Path) -> None:
+def test_a_file_with_other_names_is_not_a_config_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text('{"n_vocab": 5, "norm": {"eps": 1e-3}}')
     cls = load_target(str(_written(tmp_path / "own.py", IN_A_FILE)))
     with pytest.raises(AdaptError, match=r"cfg\.norm"):
         construct(cls, CONFIG)
 
 
-def test_a_config_above_the_top_folder_of_the_project_is_another_projects(tmp_path: Path) -> None:
+def test_a_config_above_the_top_folder_of_the_project_is_not_read(tmp_path: Path) -> None:
     model = {"vocab": 5, "width": 6, "ctx": 7, "norm": {"eps": 1e-3}, "act": "relu", "dropout": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(model))
     (tmp_path / "project").mkdir()
@@ -1038,7 +1042,7 @@ class Norm(nn.LayerNorm):
     with pytest.raises(AdaptError, match="norm"):
         construct(load_target(f"{path}:GPT"), CONFIG)
     path.write_text(source.replace("__init__(self, n_vocab", "__init__(self, gpt, n_vocab"))
-    with pytest.raises(AdaptError, match="RecursionError"):  # each takes the other
+    with pytest.raises(AdaptError, match="RecursionError"):  # each class needs the other one
         construct(load_target(f"{path}:GPT"), CONFIG)
 
 
@@ -1058,14 +1062,14 @@ def make(vocab_size, n_embd, p=0.25, *, scale=3):
 
 
 @pytest.mark.parametrize(("default", "expected"), [("None", None), ("2", 4)])
-def test_heads_of_keys_without_a_default_are_computed_by_the_code(
+def test_the_code_computes_key_value_heads_without_a_default(
     tmp_path: Path, default: str, expected: int | None
 ) -> None:
     source = gpt(f", n_kv_heads={default}", "1, 2, 3, 4, 5, n_kv_heads")
     assert build(tmp_path, source).extra == expected
 
 
-def test_a_subclass_of_a_model_of_transformers_gets_its_config(tmp_path: Path) -> None:
+def test_a_subclass_of_a_model_of_transformers_receives_its_config(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(
         """
@@ -1108,21 +1112,21 @@ REST = "ctx, width, depth, heads"
         ("data", "data.n_vocab"),
     ],
 )
-def test_a_vocabulary_is_as_large_as_the_checkpoints(
+def test_a_vocabulary_has_the_size_of_the_checkpoints(
     tmp_path: Path, name: str, number: str
 ) -> None:
     model = build(tmp_path, gpt(f", {name}, {REST}", f"{number}, {REST}"))
     assert model.sizes == SIZES
 
 
-def test_ids_of_a_vocabulary(tmp_path: Path) -> None:
+def test_ids_of_special_tokens_of_a_vocabulary_are_valid(tmp_path: Path) -> None:
     ids = 'vocab["<pad>"], vocab.stoi["<eos>"], vocab.pad_token_id, vocab.token_to_id("<s>")'
     model = build(tmp_path, gpt(f", vocab, {REST}", f"len(vocab), {REST}, ({ids})"))
     assert model.extra == (-1, 96, -1, 96)
     nn.Embedding(97, 2, padding_idx=model.extra[0])  # torch accepts it
 
 
-def test_a_vocabulary_that_another_class_reads(tmp_path: Path) -> None:
+def test_a_vocabulary_that_another_class_reads_is_recognized(tmp_path: Path) -> None:
     source = """
 class Embed(nn.Module):
     def __init__(self, vocab):
@@ -1133,7 +1137,7 @@ class Embed(nn.Module):
     assert build(tmp_path, source).sizes == SIZES
 
 
-def test_a_vocabulary_of_which_something_else_is_read_has_no_stand_in(tmp_path: Path) -> None:
+def test_a_vocabulary_with_other_attributes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdaptError, match=r"the argument vocab\.merges"):
         build(tmp_path, gpt(f", vocab, {REST}", f"len(vocab.merges), {REST}"))
 
@@ -1144,16 +1148,16 @@ def test_a_config_that_is_unpacked_is_a_dictionary(tmp_path: Path, unpacked: str
     assert build(tmp_path, source).sizes == SIZES
 
 
-def test_a_config_that_asks_for_a_file_in_its_post_init(tmp_path: Path) -> None:
+def test_a_config_that_requires_a_file_in_its_post_init_is_built(tmp_path: Path) -> None:
     check = "\n    def __post_init__(self):\n        assert Path('no.txt').exists(), 'no corpus'\n"
     source = "from pathlib import Path\n" + DATACLASS + check + gpt(", c: GPTConfig", READ)
     assert build(tmp_path, source).sizes == SIZES
     other = source.replace("Path('no.txt').exists()", "self.n_embd % 5 == 0")
-    with pytest.raises(AdaptError, match="no corpus"):  # it is not about a file
+    with pytest.raises(AdaptError, match="no corpus"):  # this condition is not about a file
         build(tmp_path, other)
 
 
-def test_the_first_member_of_an_enumeration_that_is_not_read(tmp_path: Path) -> None:
+def test_an_enumeration_that_is_not_read_has_its_first_member(tmp_path: Path) -> None:
     fields = "\nclass GPTConfig:\n    kind: Kind\n    mode: typing.Literal['a', 'b']\n"
     source = "import enum\nclass Kind(enum.Enum):\n    FIRST, SECOND = 1, 2\n" + DATACLASS.replace(
         "\nclass GPTConfig:\n", fields
@@ -1163,7 +1167,9 @@ def test_the_first_member_of_an_enumeration_that_is_not_read(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_a_list_of_tied_weights_as_in_transformers_4(tmp_path: Path, tie: bool) -> None:
+def test_a_list_of_tied_weights_as_in_transformers_4_is_supported(
+    tmp_path: Path, tie: bool
+) -> None:
     source = f"""
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -1195,7 +1201,7 @@ class GPT(PreTrainedModel):
     assert type(model)._tied_weights_keys == ["head.weight"]
 
 
-def test_a_training_loop_that_is_called_train(tmp_path: Path) -> None:
+def test_a_training_loop_with_the_name_train_is_supported(tmp_path: Path) -> None:
     source = """
 class GPT(Core):
     def __init__(self, n_vocab, ctx, width, depth, heads):
@@ -1232,7 +1238,7 @@ class GPT(nn.Module):
     assert build(tmp_path, source).switches == (True, False)
 
 
-def test_the_kind_of_every_layer(tmp_path: Path) -> None:
+def test_a_list_with_the_kind_of_every_layer_is_supported(tmp_path: Path) -> None:
     source = """
 @dataclass
 class GPTConfig:
@@ -1254,20 +1260,20 @@ class GPT(nn.Module):
     assert build(tmp_path, source).windows == [None, None, None]
 
 
-def test_the_length_of_the_training_does_not_matter(tmp_path: Path) -> None:
+def test_settings_of_the_training_have_neutral_values(tmp_path: Path) -> None:
     names = "warmup_steps, total_steps, num_epochs, log_interval"
     model = build(tmp_path, gpt(f", n_vocab, {REST}, {names}", f"n_vocab, {REST}, ({names})"))
     assert model.sizes == SIZES and model.extra == (1, 1, 1, 1)
 
 
-def test_the_data_type_of_a_config(tmp_path: Path) -> None:
+def test_data_types_and_pairs_of_a_config_have_values_of_their_type(tmp_path: Path) -> None:
     fields = "\nclass GPTConfig:\n    dtype: torch.dtype\n    betas: tuple[float, float]\n"
     source = DATACLASS.replace("\nclass GPTConfig:\n", fields)
     source += gpt(", c: GPTConfig", f"{READ}, (c.dtype, *c.betas)")
     assert build(tmp_path, source).extra == (torch.float32, 0.9, 0.999)
 
 
-def test_sizes_that_are_attributes_of_a_base_class(tmp_path: Path) -> None:
+def test_sizes_may_be_attributes_of_a_base_class(tmp_path: Path) -> None:
     source = """
 class Base(Core):
     vocab_size, block_size, n_embd, n_layer, n_head, rank = 8, 9, 10, 11, 12, 13
@@ -1279,27 +1285,27 @@ class GPT(Base):
 """
     model = build(tmp_path, source)
     assert model.sizes == SIZES and model.extra == 13
-    assert type(model).n_embd == 10  # as before
+    assert type(model).n_embd == 10  # restored
 
 
-def test_a_config_that_is_read_by_getattr(tmp_path: Path) -> None:
+def test_a_config_may_be_read_with_getattr(tmp_path: Path) -> None:
     names = "vocab_size", "block_size", "n_embd", "n_layer", "n_head"
     sizes = ", ".join(f'getattr(c, "{name}")' for name in names)
     assert build(tmp_path, gpt(", c", sizes)).sizes == SIZES
 
 
-def test_a_vector_that_the_constructor_leaves_uninitialized_is_one(tmp_path: Path) -> None:
+def test_an_uninitialised_vector_is_filled_with_ones(tmp_path: Path) -> None:
     source = gpt(", vocab_size", NOTHING) + "        self.w = nn.Parameter(torch.empty(5000))\n"
     assert build(tmp_path, source).w.eq(1).all()
 
 
-def test_as_many_groups_of_keys_as_heads(tmp_path: Path) -> None:
+def test_the_number_of_key_groups_is_the_number_of_heads(tmp_path: Path) -> None:
     source = gpt(", vocab_size, block_size, n_embd, n_layer, n_head, n_kv_groups",
                  "vocab_size, block_size, n_embd, n_layer, n_head, n_kv_groups")  # fmt: skip
     assert build(tmp_path, source).extra == 4
 
 
-def test_a_default_of_none_with_which_the_code_does_not_run(tmp_path: Path) -> None:
+def test_a_default_of_none_is_replaced_if_the_code_does_not_run_with_it(tmp_path: Path) -> None:
     source = gpt(", vocab_size, dtype=None, rope_theta=None", "float(rope_theta), 2, 3, 4, 5")
     source += "\n    def forward(self, ids):\n        return ids\n"
     target = load_target(f"{written(tmp_path, source)}:GPT")
@@ -1308,7 +1314,7 @@ def test_a_default_of_none_with_which_the_code_does_not_run(tmp_path: Path) -> N
     )
 
 
-def test_a_device_that_the_code_compares(tmp_path: Path) -> None:
+def test_a_device_that_the_code_compares_is_passed(tmp_path: Path) -> None:
     source = gpt(", vocab_size, device=None", NOTHING, "assert device == torch.device('cpu')")
     source += "\n    def forward(self, ids):\n        return ids\n"
     target = load_target(f"{written(tmp_path, source)}:GPT")
@@ -1318,7 +1324,7 @@ def test_a_device_that_the_code_compares(tmp_path: Path) -> None:
     )
 
 
-def test_a_default_factory_that_is_a_value(tmp_path: Path) -> None:
+def test_a_default_factory_may_be_a_value(tmp_path: Path) -> None:
     config = """
 import dataclasses
 PARTS = {"kind": 7}
@@ -1333,8 +1339,8 @@ class Config:
     assert build(tmp_path, source).sizes[:2] == (24, 7)
 
 
-def test_an_attribute_that_the_config_class_lacks(tmp_path: Path) -> None:
-    """An attribute of a tensor, such as `x.ndim`, is not the name of a size."""
+def test_an_attribute_that_the_config_class_lacks_is_added(tmp_path: Path) -> None:
+    """The attribute of a tensor, such as `x.ndim`, is not the name of a size."""
     source = """
 @dataclass
 class GPTConfig:

@@ -63,7 +63,7 @@ class Raising(Own):
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModuleType]]:
-    """A package of the user's that other code of the process uses as well."""
+    """A user's package, which other code of the process also uses."""
     package = tmp_path / "own_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -78,7 +78,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Mo
 
 
 def state(modules: list[ModuleType]) -> list[Any]:
-    """The plain values of the modules, and of the classes and instances in them."""
+    """Return the plain values of the modules, and of the classes and instances in them."""
     found: list[Any] = []
     for module in modules:
         for name, value in sorted(vars(module).items()):
@@ -89,7 +89,7 @@ def state(modules: list[ModuleType]) -> list[Any]:
     return [entry for entry in found if entry[1] != "__builtins__"]
 
 
-def test_modules_are_as_before_when_the_model_is_built(modules: list[ModuleType]) -> None:
+def test_modules_are_restored_after_the_model_is_built(modules: list[ModuleType]) -> None:
     before = state(modules)
     assert construct(load_target("own_package.models:Own"), CONFIG).built_for == (97, 32, 24, 3, 4)
     assert state(modules) == before
@@ -98,7 +98,7 @@ def test_modules_are_as_before_when_the_model_is_built(modules: list[ModuleType]
     assert state(modules) == before
 
 
-def test_the_model_runs_with_the_sizes_that_it_was_built_for(modules: list[ModuleType]) -> None:
+def test_the_model_runs_with_the_sizes_for_which_it_was_built(modules: list[ModuleType]) -> None:
     before = state(modules)
     model = construct(load_target("own_package.models:Own"), CONFIG)
     with resized(type(model), CONFIG):
@@ -110,7 +110,7 @@ def test_the_model_runs_with_the_sizes_that_it_was_built_for(modules: list[Modul
 
 
 @pytest.mark.parametrize(("name", "code"), [("Own", 0), ("Raising", 3)])
-def test_adapt_leaves_modules_as_they_were(
+def test_adapt_restores_modules(
     modules: list[ModuleType], cli: Cli, tiny: Path, name: str, code: int
 ) -> None:
     before = state(modules)
@@ -119,8 +119,8 @@ def test_adapt_leaves_modules_as_they_were(
     assert state(modules) == before
 
 
-def test_what_was_computed_from_sizes_follows(tmp_path: Path) -> None:
-    """Defaults are evaluated when a function is defined, and other globals when they are set."""
+def test_values_that_are_computed_from_sizes_are_updated(tmp_path: Path) -> None:
+    """Defaults are computed when a function is defined, and globals when they are assigned."""
     path = tmp_path / "computed.py"
     text = """
 n_embd, n_head = 10, 2
@@ -147,8 +147,8 @@ class Own(MyGPT):
     assert cls().part.built_for == (10, 5, 6, 12, 30, 5)
 
 
-def test_a_size_that_is_another_one_has_its_role(tmp_path: Path) -> None:
-    """Here a `head_size` is the width, and the module of the sizes holds nothing but numbers."""
+def test_a_size_that_equals_another_one_has_its_role(tmp_path: Path) -> None:
+    """Here, `head_size` is the width, and the module with the sizes contains only numbers."""
     (tmp_path / "sizes_as_numbers.py").write_text("n_embd = 10\nhead_size = n_embd\n")
     text = """
 from sizes_as_numbers import *
@@ -167,7 +167,7 @@ class Own(MyGPT):
 
 
 @pytest.mark.parametrize(("words", "expected"), [(5, 24), (600, 10)])
-def test_a_vocabulary_is_no_config(tmp_path: Path, words: int, expected: int) -> None:
+def test_a_vocabulary_is_not_a_config(tmp_path: Path, words: int, expected: int) -> None:
     path = tmp_path / "vocabulary.py"
     text = f"""
 TABLE = {{"n_embd": 10, **{{f"word{{i}}": i for i in range({words})}}}}
@@ -182,10 +182,12 @@ class Own(MyGPT):
     assert construct(load_target(f"{path}:Own"), CONFIG).built_for == expected
 
 
-def test_a_name_that_says_too_little_has_the_role_of_its_parameter(tmp_path: Path) -> None:
+def test_a_meaningless_name_has_the_role_of_the_parameter_to_which_it_is_passed(
+    tmp_path: Path,
+) -> None:
     """`a2` is passed as `n_head`, `b6` as the second parameter, and `c7` as two different ones.
 
-    `d3` is computed from another.
+    `d3` is computed from another one.
     """
     path = tmp_path / "used.py"
     text = """
@@ -210,7 +212,7 @@ class Own(MyGPT):
 
 
 @pytest.mark.parametrize(("argument", "expected"), [("block_size", 8), ("text", 32)])
-def test_a_window_beside_the_context_length_is_no_size(
+def test_a_window_in_addition_to_the_context_length_is_not_a_size(
     tmp_path: Path, argument: str, expected: int
 ) -> None:
     path = tmp_path / "window.py"
@@ -229,8 +231,8 @@ class Own(nn.Module):
     assert construct(load_target(f"{path}:Own"), CONFIG).window == expected
 
 
-def test_a_size_that_a_global_dictionary_lacks(tmp_path: Path) -> None:
-    """A script adds it before it builds the model."""
+def test_a_size_that_a_global_dictionary_lacks_is_added(tmp_path: Path) -> None:
+    """A script would add it before it builds the model."""
     text = """
 from torch import nn
 
@@ -249,8 +251,10 @@ class GPT(nn.Embedding):
     assert vars(sys.modules[target.__module__])["PARAMS"] == {"embd": 384, "n_layers": 6}
 
 
-def test_names_of_the_rows_and_the_width_of_embeddings(tmp_path: Path) -> None:
-    """`token_size` is a context length here, and the vocabulary comes from data that is missing."""
+def test_uncommon_names_of_the_rows_and_the_width_of_embeddings_are_recognized(
+    tmp_path: Path,
+) -> None:
+    """Here, `token_size` is the context length, and the vocabulary comes from missing data."""
     text = """
 import torch
 from torch import nn
@@ -276,7 +280,7 @@ class GPT(nn.Module):
     }  # fmt: skip
 
 
-def test_threads_that_build_in_different_sizes(modules: list[ModuleType]) -> None:
+def test_threads_can_build_models_of_different_sizes(modules: list[ModuleType]) -> None:
     before = state(modules)
     cls, built = load_target("own_package.models:Own"), {}
 

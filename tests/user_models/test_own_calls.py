@@ -1,4 +1,4 @@
-"""Arguments that only the user's own calls know, as in `model = GPT("tiny", (V, T))`."""
+"""Arguments that only the user's calls reveal, for example `model = GPT("tiny", (V, T))`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def built(tmp_path: Path, files: dict[str, str]) -> tuple[Any, str]:
 
 @pytest.mark.parametrize("place", ["own.py", "train.py"])
 @pytest.mark.parametrize("style", CALLS)
-def test_the_users_call_in_the_sizes_of_the_checkpoint(
+def test_the_users_call_is_repeated_with_the_sizes_of_the_checkpoint(
     tmp_path: Path, style: str, place: str
 ) -> None:
     files = {"own.py": MODEL, "pyproject.toml": ""}
@@ -116,14 +116,14 @@ def test_the_users_call_in_the_sizes_of_the_checkpoint(
     assert model.after[1].weight.shape == (97, 24)
 
 
-def test_a_call_of_another_class_of_the_same_name(tmp_path: Path) -> None:
+def test_a_call_of_another_class_with_the_same_name_is_ignored(tmp_path: Path) -> None:
     files = {"own.py": MODEL, "pyproject.toml": "", "other.py": MODEL + CALLS["modules"]}
     with pytest.raises(AdaptError, match="GPT needs the arguments"):
         built(tmp_path, files)
 
 
-def test_nothing_else_of_the_code_runs(tmp_path: Path) -> None:
-    """A call of another function has no value, and its argument stays unknown."""
+def test_no_other_code_of_the_call_is_executed(tmp_path: Path) -> None:
+    """A call of another function has no value, so its argument stays unknown."""
     call = '\ndef main():\n    GPT(open("written", "w"), None, nn.LayerNorm)\n'
     with pytest.raises(AdaptError, match="GPT needs the arguments"):
         built(tmp_path, {"own.py": MODEL + call, "pyproject.toml": ""})

@@ -34,7 +34,7 @@ def build(tmp_path: Path, source: str, name: str | None = "GPT") -> Any:
     return construct(load_target(f"{path}:{name}" if name else str(path)), CONFIG)
 
 
-def test_globals_that_only_the_main_guard_assigns(tmp_path: Path) -> None:
+def test_globals_that_only_the_main_guard_assigns_are_set(tmp_path: Path) -> None:
     script = """
 if __name__ == "__main__":
     text = open("no such file").read()
@@ -48,8 +48,8 @@ if __name__ == "__main__":
         build(tmp_path, SIZED.format(signature="").replace("n_embd", "secret"))
 
 
-def test_the_config_class_of_a_script_that_trains(tmp_path: Path) -> None:
-    """Only the script reads its name, and the script fails before it does."""
+def test_the_config_class_of_a_training_script_is_used(tmp_path: Path) -> None:
+    """Only the script reads its name, and the script fails before it does so."""
     config = """
 from dataclasses import dataclass
 
@@ -71,8 +71,8 @@ class GPTConfig:
     assert (model.pattern, model.wte.weight.shape) == ("sssl", (97, 24))
 
 
-def test_sizes_that_nothing_defines(tmp_path: Path) -> None:
-    """As in a notebook whose cell with the hyperparameters was deleted."""
+def test_sizes_that_the_file_does_not_define_are_set(tmp_path: Path) -> None:
+    """This happens in a notebook from which the cell with the hyperparameters was deleted."""
     path = tmp_path / "own.py"
     unused = "\n    def grow(self):\n        return MLP(4)\n"  # a class that was deleted
     path.write_text(SIZED.format(signature="") + unused)
@@ -87,14 +87,14 @@ def test_sizes_that_nothing_defines(tmp_path: Path) -> None:
     assert "does not define" not in construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1]
 
 
-def test_a_global_that_is_none_until_the_data_is_read(tmp_path: Path) -> None:
+def test_a_global_that_is_none_until_the_data_is_read_is_set(tmp_path: Path) -> None:
     settings = "vocab_size = None\ntokens = None\nn_embd, n_layer = 5, 6\n"
     model = build(tmp_path, settings + SIZED.format(signature="") + "        self.seen = tokens\n")
     assert model.wte.weight.shape == (97, 24)
     assert model.seen is None
 
 
-def test_a_vocabulary_size_that_is_not_a_number(tmp_path: Path) -> None:
+def test_a_vocabulary_size_that_is_not_a_number_is_replaced(tmp_path: Path) -> None:
     read = """
 vocab = sorted(set("some text"))
 places = {c: i for i, c in enumerate(vocab)}
@@ -120,15 +120,15 @@ class GPT(nn.Module):
 """
 
 
-def test_a_missing_library_that_logs_and_decorates(tmp_path: Path) -> None:
+def test_a_missing_library_that_logs_and_decorates_is_replaced(tmp_path: Path) -> None:
     source = "from torch import nn\n" + LIBRARY
     assert build(tmp_path, source).width == 24
     with pytest.raises(AdaptError, match=r"no_such_library[\s\S]*self\.width = log\.info"):
         build(tmp_path, source + "        self.width = log.info(width)\n")
 
 
-def test_fields_of_a_missing_library(tmp_path: Path) -> None:
-    """Also those that only `forward` reads, which have no value without the decorator."""
+def test_a_config_class_of_a_missing_library_is_built(tmp_path: Path) -> None:
+    """This includes fields that only `forward` reads, which have no value without the decorator."""
     source = SIZED.format(signature=", hparams: HParams").replace(
         "super().__init__()",
         "super().__init__()\n        self.hparams = hparams\n"
@@ -142,8 +142,8 @@ def test_fields_of_a_missing_library(tmp_path: Path) -> None:
     assert (model.hparams.path, model.hparams.made) == ("", 3)
 
 
-def test_data_that_a_missing_library_downloads(tmp_path: Path) -> None:
-    """At module level, by a function of the project, as book chapters load OpenAI's weights."""
+def test_data_that_a_missing_library_downloads_is_not_needed(tmp_path: Path) -> None:
+    """A function downloads it at module level, as in book chapters that load OpenAI's weights."""
     (tmp_path / "own_download.py").write_text(
         "import no_such_library as lib\n\ndef download():\n    return lib.variables()['size']\n"
     )
@@ -153,7 +153,7 @@ def test_data_that_a_missing_library_downloads(tmp_path: Path) -> None:
     assert len(build(tmp_path, source + "\nsize = download()\n").h) == 3
 
 
-def test_a_project_that_asks_for_its_own_version(tmp_path: Path) -> None:
+def test_a_project_may_read_its_own_version(tmp_path: Path) -> None:
     package = tmp_path / "own_versioned"
     package.mkdir()
     (package / "__init__.py").write_text(
@@ -193,7 +193,7 @@ def assemble(vocab, N=6, d_model=512):
 
 
 @pytest.mark.parametrize("name", ["GPT", None])
-def test_a_function_assembles_the_parts(tmp_path: Path, name: str | None) -> None:
+def test_a_function_that_assembles_the_parts_is_called(tmp_path: Path, name: str | None) -> None:
     model = build(tmp_path, PARTS, name)
     assert (type(model).__name__, len(model.decoder.layers)) == ("GPT", 3)
     assert model.words.weight.shape == (97, 24)
@@ -212,8 +212,8 @@ def assemble(vocab, N=6, d_model=512):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_function_assembles_a_container(tmp_path: Path, own: bool) -> None:
-    """A container without a constructor of its own has no sizes."""
+def test_a_function_that_assembles_a_container_is_called(tmp_path: Path, own: bool) -> None:
+    """A container without its own constructor has no sizes."""
     sized = "def __init__(self, n_layer, n_embd, vocab): super().__init__(nn.Linear(n_layer, 1))"
     model = build(tmp_path, CONTAINER.replace("BODY", sized if own else "pass"), None)
     assert type(model).__name__ == "Tower" and len(model) == (1 if own else 4)
@@ -223,10 +223,10 @@ def test_a_function_assembles_a_container(tmp_path: Path, own: bool) -> None:
     ("constructor", "layers"),
     [("decoder, words", 3), ("decoder: Decoder, words", 3), ("n_layer, n_embd, vocab", None)],
 )
-def test_a_function_is_called_only_if_the_class_takes_no_sizes(
+def test_a_function_is_called_only_if_the_class_accepts_no_sizes(
     tmp_path: Path, constructor: str, layers: int | None
 ) -> None:
-    """With or without annotations; a function such as `tiny(vocab, N=2)` has sizes of its own."""
+    """Annotations do not matter; a function such as `tiny(vocab, N=2)` has its own sizes."""
     source = PARTS.replace("decoder: Decoder, words: Words", constructor)
     if layers is None:
         source = source.replace("self.decoder, self.words = decoder, words", "self.built = n_layer")
@@ -235,8 +235,8 @@ def test_a_function_is_called_only_if_the_class_takes_no_sizes(
     assert hasattr(model, "built") is (layers is None)
 
 
-def test_a_data_class_that_the_constructor_builds(tmp_path: Path) -> None:
-    """Its fields' defaults are the checkpoint's sizes, as its other attributes are."""
+def test_a_data_class_that_the_constructor_builds_has_the_checkpoints_sizes(tmp_path: Path) -> None:
+    """This is true of the defaults of its fields and of its other attributes."""
     sizes = (
         "from dataclasses import dataclass\n\n@dataclass\nclass Own:\n"
         "    vocab_size: int = 5\n    n_embd: int = 6\n    n_layer = 7\n    note: str = 'x'\n"
@@ -250,7 +250,7 @@ def test_a_data_class_that_the_constructor_builds(tmp_path: Path) -> None:
     assert (own.vocab_size, own.n_embd, own.n_layer, own.note) == (5, 6, 7, "x")
 
 
-def test_a_data_class_that_reads_a_missing_file(tmp_path: Path) -> None:
+def test_a_data_class_that_reads_a_missing_file_is_built(tmp_path: Path) -> None:
     source = SIZED.format(signature=", config: Config").replace("(vocab_size", "(config.vocab_size")
     source = source.replace("n_embd", "config.n_embd").replace("n_layer", "config.n_layer")
     fields = "from dataclasses import dataclass\n\n@dataclass\nclass Config:\n"
@@ -265,12 +265,12 @@ def test_a_data_class_that_reads_a_missing_file(tmp_path: Path) -> None:
             build(tmp_path, fields + wrong + source)
 
 
-def test_a_function_that_takes_one_size_gets_the_config(tmp_path: Path) -> None:
+def test_a_function_that_accepts_only_a_size_receives_the_config(tmp_path: Path) -> None:
     source = "from torch import nn\n\ndef own(size):\n    return nn.Linear(size.n_embd, 2)\n"
     assert build(tmp_path, source, "own").in_features == 24
 
 
-def test_a_variant_beside_the_model_is_not_selected(tmp_path: Path) -> None:
+def test_a_variant_of_the_model_is_not_selected(tmp_path: Path) -> None:
     source = SIZED.format(signature="")
     both = source.replace("GPT", "RotaryGPT") + source
     (tmp_path / "both.py").write_text(both)
@@ -279,7 +279,7 @@ def test_a_variant_beside_the_model_is_not_selected(tmp_path: Path) -> None:
     assert load_target(str(tmp_path / "both.py")).__name__ == "LinearGPT"
 
 
-def test_sizes_among_other_keywords(tmp_path: Path) -> None:
+def test_sizes_may_be_among_other_keywords(tmp_path: Path) -> None:
     sizes = "".join(
         f"        {name} = {read}\n"
         for name, read in {
@@ -297,7 +297,7 @@ def test_sizes_among_other_keywords(tmp_path: Path) -> None:
 
 
 def test_an_attribute_with_a_default_is_not_added(tmp_path: Path) -> None:
-    """A config class that lacks it builds the model as its author does."""
+    """A config class without the attribute builds the model as for its author."""
     source = """
 from torch import nn
 
@@ -316,8 +316,8 @@ class GPT(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["typing.Optional[float]", "float"])
-def test_switches_that_are_negated_and_caps(tmp_path: Path, kind: str) -> None:
-    """A cap is switched off if its type says that it may be."""
+def test_negated_switches_and_caps_are_off(tmp_path: Path, kind: str) -> None:
+    """A cap is disabled if its type permits None."""
     config = f"""
 import typing
 from dataclasses import dataclass
@@ -342,7 +342,7 @@ class Config:
 
 
 @pytest.mark.parametrize(
-    ("name", "alone", "beside_a_width"),
+    ("name", "alone", "with_a_width"),
     [
         ("Nx", "n_embd", "n_layer"),
         ("num_embeddings", "n_embd", "vocab_size"),
@@ -350,9 +350,11 @@ class Config:
         ("token_size", "n_embd", "vocab_size"),
     ],
 )
-def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> None:
+def test_the_role_of_an_ambiguous_name_depends_on_other_names(
+    name: str, alone: str, with_a_width: str
+) -> None:
     assert role_of(name, [name, "vocab_size"]) == alone
-    assert role_of(name, [name, "d_model"]) == beside_a_width
+    assert role_of(name, [name, "d_model"]) == with_a_width
 
 
 @pytest.mark.parametrize(
@@ -388,7 +390,7 @@ def test_names_with_two_roles(name: str, alone: str, beside_a_width: str) -> Non
         (["logits", "with_lm_head", "no_logits", "lm_head"], ["on", "on", "off", None]),
     ],
 )
-def test_names_beside_each_other(names: list[str], roles: list[str | None]) -> None:
+def test_names_have_the_expected_roles(names: list[str], roles: list[str | None]) -> None:
     assert [role_of(name, names) for name in names] == roles
 
 
@@ -400,7 +402,7 @@ def test_a_mixture_of_experts_has_one_expert(name: str) -> None:
     assert neutral(name) == (True, 1)
 
 
-def test_a_number_whose_name_is_that_of_a_module() -> None:
+def test_a_number_may_have_the_name_of_a_module() -> None:
     assert role_of("tok_emb") is None
     assert role_of_number("tok_emb", ["tok_emb", "vocab_size"]) == "n_embd"
     assert role_of_number("tok_emb", ["tok_emb", "d_model"]) is None
@@ -408,7 +410,7 @@ def test_a_number_whose_name_is_that_of_a_module() -> None:
     assert role_of_number("head", ["head", "n_head"]) is role_of("head") is None
 
 
-def test_residual_connections_that_can_be_turned_off(tmp_path: Path) -> None:
+def test_residual_connections_that_can_be_disabled_stay_enabled(tmp_path: Path) -> None:
     source = """
 from torch import nn
 
@@ -421,7 +423,7 @@ class GPT(nn.Module):
     assert model.found == (True, True)
 
 
-def test_a_missing_library_in_a_notebook(tmp_path: Path) -> None:
+def test_a_missing_library_in_a_notebook_is_replaced(tmp_path: Path) -> None:
     cells = ["import no_such_library\n", SIZED.format(signature=", vocab_size, n_embd, n_layer")]
     cells[1] += "        self.trainer = no_such_library\n"
     code = [{"cell_type": "code", "source": cell} for cell in cells]
@@ -430,7 +432,7 @@ def test_a_missing_library_in_a_notebook(tmp_path: Path) -> None:
     assert len(construct(load_target(f"{path}:GPT"), CONFIG).h) == 3  # type: ignore[arg-type]
 
 
-def test_a_notebook_that_was_saved_as_a_script(tmp_path: Path) -> None:
+def test_a_notebook_that_was_saved_as_a_script_is_loaded(tmp_path: Path) -> None:
     script = (
         "!pip install no_such_library\n%matplotlib inline\nvocab_size, n_embd, n_layer = 5, 6, 7\n"
     )
@@ -444,7 +446,7 @@ def test_a_notebook_that_was_saved_as_a_script(tmp_path: Path) -> None:
         load_target(str(path))
 
 
-def test_devices_in_globals_are_the_cpu(tmp_path: Path) -> None:
+def test_devices_in_globals_are_replaced_by_the_cpu(tmp_path: Path) -> None:
     source = """
 import torch
 from torch import nn
@@ -466,8 +468,8 @@ class GPT(nn.Module):
     assert vars(sys.modules[target.__module__])["device"] == "cuda:1"
 
 
-def test_modules_of_a_package_that_import_each_other(tmp_path: Path) -> None:
-    """The package's __init__ imports the model first, as the author's scripts do."""
+def test_modules_of_a_package_may_import_each_other(tmp_path: Path) -> None:
+    """As in the author's scripts, the package's __init__ imports the model first."""
     package = tmp_path / "nets"
     (tmp_path / "parts").mkdir()
     package.mkdir()
@@ -484,8 +486,8 @@ def test_modules_of_a_package_that_import_each_other(tmp_path: Path) -> None:
     assert model.wte.weight.shape == (97, 24)
 
 
-def test_a_package_with_a_subpackage_named_like_a_library(tmp_path: Path) -> None:
-    """`import sqlite3` means the library, as it does where the package is imported."""
+def test_a_subpackage_with_the_name_of_a_library_does_not_hide_the_library(tmp_path: Path) -> None:
+    """`import sqlite3` refers to the library, as it does where the package is imported."""
     package = tmp_path / "nets"
     (package / "sqlite3").mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -500,7 +502,7 @@ def test_a_package_with_a_subpackage_named_like_a_library(tmp_path: Path) -> Non
     assert model.wte.weight.shape == (97, 24)
 
 
-def test_values_read_from_keyword_arguments(tmp_path: Path) -> None:
+def test_values_may_be_read_from_keyword_arguments(tmp_path: Path) -> None:
     reading = ", **config"
     source = SIZED.format(signature=reading).replace(
         "super().__init__()\n",

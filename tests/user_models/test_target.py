@@ -49,24 +49,24 @@ def write(path: Path, text: str) -> Path:
 
 
 def notebook(tmp_path: Path, *sources: str) -> Path:
-    """A notebook with these code cells, and prose before each."""
+    """Write a notebook with these code cells and text before each of them."""
     prose = {"cell_type": "markdown", "source": ["class GPT is *defined* below"]}
     code = [{"cell_type": "code", "source": text.splitlines(keepends=True)} for text in sources]
     cells = [cell for one in code for cell in (prose, one)]
     return write(tmp_path / "own book.ipynb", json.dumps({"cells": cells, "nbformat": 4}))
 
 
-def refused(target: str, *fragments: str) -> None:
+def check_refused(target: str, *fragments: str) -> None:
     with pytest.raises(AdaptError) as caught:
         load_target(target)
     for fragment in fragments:
         assert fragment in str(caught.value)
 
 
-# Files.
+# Files
 
 
-def test_a_file_by_its_path(tmp_path: Path) -> None:
+def test_a_file_can_be_loaded_by_its_path(tmp_path: Path) -> None:
     text = (
         GPT + "@__import__('dataclasses').dataclass\nclass Config:\n    n: int = 1\nname = __name__"
     )
@@ -83,7 +83,7 @@ def test_a_file_by_its_path(tmp_path: Path) -> None:
     assert not (tmp_path / "__pycache__").exists()
 
 
-def test_edited_file_and_its_siblings_are_read_again(tmp_path: Path) -> None:
+def test_an_edited_file_and_its_siblings_are_read_again(tmp_path: Path) -> None:
     for folder, word in [("a", "one"), ("b", "two"), ("b", "three")]:
         sibling = write(
             tmp_path / folder / "same_name_sibling.py", f"WORD = {word!r}\n" * len(word)
@@ -96,7 +96,9 @@ def test_edited_file_and_its_siblings_are_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(3, 4), (5, 6)])
-def test_relative_imports_within_a_package(tmp_path: Path, sizes: tuple[int, int]) -> None:
+def test_relative_imports_within_a_package_are_resolved(
+    tmp_path: Path, sizes: tuple[int, int]
+) -> None:
     write(tmp_path / "pack_a" / "parts.py", f"SIZE = {sizes[0]}")
     write(tmp_path / "pack_a" / "deep" / "near.py", f"SIZE = {sizes[1]}")
     text = "from ..parts import SIZE as A\nfrom .near import SIZE as B\n" + GPT + "    sizes = A, B"
@@ -104,7 +106,7 @@ def test_relative_imports_within_a_package(tmp_path: Path, sizes: tuple[int, int
     assert vars(cls)["sizes"] == sizes
 
 
-def test_package_root_is_above_every_init_file(tmp_path: Path) -> None:
+def test_the_package_root_is_above_all_init_files(tmp_path: Path) -> None:
     for folder in ("pack_d", "pack_d/inner"):
         write(tmp_path / folder / "__init__.py", "")
     write(tmp_path / "pack_d" / "parts.py", "SIZE = 7")
@@ -115,8 +117,8 @@ def test_package_root_is_above_every_init_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["", "src"])
-def test_imports_from_the_top_of_the_project(tmp_path: Path, place: str) -> None:
-    """`from own_model.parts import …` without any `__init__.py`, as a script in the top would."""
+def test_imports_from_the_top_of_the_project_are_resolved(tmp_path: Path, place: str) -> None:
+    """`from own_model.parts import …` works without `__init__.py`, as in a script at the top."""
     top = tmp_path / "project"
     write(top / "pyproject.toml", "")
     write(top / place / "own_settings.py", "SIZE = 5")
@@ -128,10 +130,12 @@ def test_imports_from_the_top_of_the_project(tmp_path: Path, place: str) -> None
     assert vars(load_target(f"{path}:GPT"))["size"] == 5
     assert sys.meta_path == before
     other = write(path.with_name("other.py"), f"import own_data\n{GPT}    data = own_data.load()")
-    refused(f"{other}:GPT", "No module named 'own_data'", "pip install own_data", "your project")
+    check_refused(
+        f"{other}:GPT", "No module named 'own_data'", "pip install own_data", "your project"
+    )
 
 
-def test_a_module_does_not_hide_the_package_that_it_lies_in(tmp_path: Path) -> None:
+def test_a_module_does_not_hide_the_package_that_contains_it(tmp_path: Path) -> None:
     write(tmp_path / "own_net" / "own_net.py", "")
     write(tmp_path / "own_net" / "parts.py", "SIZE = 5")
     text = f"from own_net.parts import SIZE\n{GPT}    size = SIZE"
@@ -145,8 +149,10 @@ def test_a_module_does_not_hide_the_package_that_it_lies_in(tmp_path: Path) -> N
     ids=["relative", "absolute", "none"],
 )
 @pytest.mark.parametrize("lazily", [False, True], ids=["script", "notebook"])
-def test_a_path_from_the_files_folder(tmp_path: Path, added: str, lazily: bool) -> None:
-    """The working directory is another one than the file's folder."""
+def test_a_path_relative_to_the_files_folder_is_resolved(
+    tmp_path: Path, added: str, lazily: bool
+) -> None:
+    """The working directory is not the file's folder."""
     write(tmp_path / "setup.py", "")
     write(tmp_path / "part_1/own_part.py", GPT.replace("GPT", "Base"))
     source = f"import os, sys\n{added}\nfrom own_part import Base\n\nclass GPT(Base):\n    pass\n"
@@ -158,7 +164,7 @@ def test_a_path_from_the_files_folder(tmp_path: Path, added: str, lazily: bool) 
     if added:
         assert load_target(f"{path}:GPT").__mro__[1].__name__ == "Base"  # type: ignore[attr-defined]
     else:
-        refused(f"{path}:GPT", "own_part")
+        check_refused(f"{path}:GPT", "own_part")
 
 
 @pytest.mark.parametrize("name", ["GPTSimilarity", "GPTForSentiment", "GPTWithMore"])
@@ -168,7 +174,7 @@ def test_a_model_for_another_task_is_not_selected(tmp_path: Path, name: str) -> 
     assert chosen.__name__ == (name if name == "GPTWithMore" else "GPT")
 
 
-def test_a_package_whose_folder_has_another_name(tmp_path: Path) -> None:
+def test_a_package_whose_folder_was_renamed_is_found(tmp_path: Path) -> None:
     write(tmp_path / "downloaded" / "parts.py", "from own_course.sizes import SIZE")
     write(tmp_path / "downloaded" / "sizes.py", "SIZE = 5")
     text = f"from own_course.parts import SIZE\n{GPT}    size = SIZE"
@@ -176,14 +182,16 @@ def test_a_package_whose_folder_has_another_name(tmp_path: Path) -> None:
     assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
-def test_two_files_that_import_each_other(tmp_path: Path) -> None:
+def test_two_files_may_import_each_other(tmp_path: Path) -> None:
     write(tmp_path / "own_part.py", "from own_gpt import SIZE\nPART = SIZE")
     text = f"SIZE = 5\nfrom own_part import PART\n{GPT}    size = PART"
     path = write(tmp_path / "own_gpt.py", text)
     assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
-def test_a_call_of_a_missing_library_while_another_file_is_loaded(tmp_path: Path) -> None:
+def test_calls_of_a_missing_library_in_another_file_are_ignored_while_it_is_loaded(
+    tmp_path: Path,
+) -> None:
     write(tmp_path / "own_log.py", "import no_such_log\nlog = no_such_log.get(1).named('x')\n")
     path = write(tmp_path / "gpt.py", f"from own_log import log\n{GPT}    log = log")
     found = load_target(f"{path}:GPT")
@@ -217,7 +225,7 @@ class Training(nn.Module):
     assert load_target(str(path)).__name__ == "Training"
 
 
-def test_compiled_code_of_the_package_that_is_missing(tmp_path: Path) -> None:
+def test_missing_compiled_code_of_a_package_is_ignored_unless_needed(tmp_path: Path) -> None:
     package = tmp_path / "own"
     package.mkdir()
     write(package / "__init__.py", "from . import kernels\n")
@@ -228,7 +236,7 @@ def test_compiled_code_of_the_package_that_is_missing(tmp_path: Path) -> None:
         construct(load_target(str(path)), GPT2Config())
 
 
-def test_the_version_of_a_project_that_is_not_installed(tmp_path: Path) -> None:
+def test_a_project_that_is_not_installed_has_a_version(tmp_path: Path) -> None:
     package = tmp_path / "own_project"
     inner = package / "inner"
     inner.mkdir(parents=True)
@@ -241,7 +249,7 @@ def test_the_version_of_a_project_that_is_not_installed(tmp_path: Path) -> None:
         importlib.metadata.version("own_project")
 
 
-def test_a_function_that_returns_a_sequence_of_modules(tmp_path: Path) -> None:
+def test_a_function_may_return_a_sequence_of_modules(tmp_path: Path) -> None:
     source = """
 from torch import nn
 
@@ -266,8 +274,8 @@ def make(vocab_size, n_embd):
     assert load_target(str(path)).__name__ == "GPT"
 
 
-def test_a_recurrent_model_beside_the_transformer_is_not_selected(tmp_path: Path) -> None:
-    """Although it is the last class, and a function builds both."""
+def test_a_recurrent_model_is_not_selected_instead_of_the_transformer(tmp_path: Path) -> None:
+    """This is true although it is the last class and a function builds both."""
     source = (
         "from torch import nn\n\nclass Text(nn.Module):\n    attention = vocab = 2\n\n"
         "class Recurrent(nn.Module):\n    attention = vocab = norm = head = 2\n"
@@ -280,23 +288,25 @@ def test_a_recurrent_model_beside_the_transformer_is_not_selected(tmp_path: Path
     assert load_target(str(path)).__name__ == "Recurrent"
 
 
-def test_a_notebook_that_writes_its_modules(tmp_path: Path) -> None:
+def test_a_notebook_may_write_its_modules(tmp_path: Path) -> None:
     written = f"%%writefile parts/model.py\n{GPT}"
     use = "from parts.model import GPT\nmodel = GPT()\n"
     assert load_target(f"{notebook(tmp_path, written, use)}:GPT").__name__ == "GPT"
-    refused(f"{notebook(tmp_path, written.replace('.py', '.txt'), use)}:GPT", "parts")
+    check_refused(f"{notebook(tmp_path, written.replace('.py', '.txt'), use)}:GPT", "parts")
 
 
 @pytest.mark.parametrize("quote", ["'", '"'])
-def test_an_f_string_with_its_own_quotes_inside(tmp_path: Path, quote: str) -> None:
-    """As Python 3.12 accepts it; the lines and columns of the rest stay."""
+def test_an_f_string_may_contain_its_own_quotes(tmp_path: Path, quote: str) -> None:
+    """Python 3.12 accepts this; the lines and columns of the other code must not change."""
     line = "print(f'{len(losses['a'])} and {{x}}', f'{losses['b']:.2f}')\n".replace("'", quote)
     text = f"losses = {{'a': '', 'b': 1.0}}\n{line}{GPT}"
     cls = load_target(f"{write(tmp_path / 'gpt.py', text)}:GPT")
     assert inspect.getsource(cls).startswith("class GPT(nn.Module)")
     cell = notebook(tmp_path, text)
     assert load_target(f"{cell}:GPT").__name__ == "GPT"
-    refused(f"{write(tmp_path / 'broken.py', text.replace('len(', 'len(('))}:GPT", "SyntaxError")
+    check_refused(
+        f"{write(tmp_path / 'broken.py', text.replace('len(', 'len(('))}:GPT", "SyntaxError"
+    )
 
 
 def test_files_above_the_project_are_not_imported(tmp_path: Path) -> None:
@@ -305,7 +315,7 @@ def test_files_above_the_project_are_not_imported(tmp_path: Path) -> None:
     path = write(
         tmp_path / "project" / "gpt.py", f"import stranger\n{GPT}    size = 2 * stranger.SIZE"
     )
-    refused(f"{path}:GPT", "No module named 'stranger'")
+    check_refused(f"{path}:GPT", "No module named 'stranger'")
 
 
 def test_a_library_that_the_model_does_not_need_may_be_missing(tmp_path: Path) -> None:
@@ -314,15 +324,17 @@ def test_a_library_that_the_model_does_not_need_may_be_missing(tmp_path: Path) -
     assert load_target(f"{path}:GPT").__name__ == "GPT"
     assert not any(name.startswith("no_such") for name in sys.modules)
     path.write_text(f"{text}\n\nclass Logged(GPT):\n    log = no_such_logger.log()\n")
-    refused(f"{path}:Logged", "pip install no_such_logger", "log = no_such_logger.log()")
+    check_refused(f"{path}:Logged", "pip install no_such_logger", "log = no_such_logger.log()")
     path.write_text(f"{text}\n\nclass Logged(no_such_logger.Module):\n    pass\n")
-    refused(f"{path}:Logged", "pip install no_such_logger", "class Logged(no_such_logger.Module)")
+    check_refused(
+        f"{path}:Logged", "pip install no_such_logger", "class Logged(no_such_logger.Module)"
+    )
 
 
 def test_a_module_of_a_library_that_needs_a_missing_one_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `torch.utils.tensorboard` is, which raises an ImportError of its own without it."""
+    """For example, `torch.utils.tensorboard` raises its own ImportError without its library."""
     library = tmp_path / "site-packages"
     needs = "import no_such_logger\nif no_such_logger.__version__ < '2':\n    raise ImportError\n"
     write(library / "own_lib" / "log.py", f"{needs}class Writer:\n    pass\n")
@@ -333,12 +345,12 @@ def test_a_module_of_a_library_that_needs_a_missing_one_is_missing(
     assert vars(load_target(f"{path}:GPT"))["size"] == 5
     assert not any(name.startswith(("own_lib.log", "no_such")) for name in sys.modules)
     path.write_text(f"{text}\n\nclass Logged(GPT):\n    log = Writer()()\n")
-    refused(f"{path}:Logged", "own_lib")
+    check_refused(f"{path}:Logged", "own_lib")
     del sys.modules["own_lib"]
 
 
-def test_a_package_of_the_project_that_is_named_compat(tmp_path: Path) -> None:
-    """It is missing, while the modules of this tool stay imported."""
+def test_a_package_of_the_project_with_the_name_compat_is_not_imported(tmp_path: Path) -> None:
+    """Its modules count as missing, and the modules of this tool stay imported."""
     write(tmp_path / "compat" / "__init__.py", "")
     write(tmp_path / "compat" / "sizes.py", "width = 7\n")
     before = sys.modules["compat.user_models"]
@@ -346,7 +358,7 @@ def test_a_package_of_the_project_that_is_named_compat(tmp_path: Path) -> None:
     assert load_target(f"{path}:GPT").__name__ == "GPT"
     assert sys.modules["compat.user_models"] is before
     write(path, f"from compat import width\n{GPT}    size = 2 * width\n")
-    refused(f"{path}:GPT", "'width'", "`compat` is this tool's own package", "rename yours")
+    check_refused(f"{path}:GPT", "'width'", "`compat` is this tool's own package", "rename yours")
     python = [sys.executable, str(Path(compat.__file__).parent / "__main__.py"), "--help"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     run = subprocess.run(python, env=environment, capture_output=True, text=True, check=False)
@@ -354,10 +366,10 @@ def test_a_package_of_the_project_that_is_named_compat(tmp_path: Path) -> None:
     assert f"Python imports {tmp_path / 'compat' / '__init__.py'} as `compat`" in run.stderr
 
 
-def test_modules_of_the_project_with_the_names_of_libraries(tmp_path: Path) -> None:
-    """They stay the project's, and transformers, which is imported after them, gets the libraries.
+def test_modules_of_the_project_may_have_the_names_of_libraries(tmp_path: Path) -> None:
+    """The project's code imports its own modules, and transformers, imported later, the libraries.
 
-    Twice, because the first import of some libraries cannot be repeated.
+    The check runs twice, because the first import of some libraries cannot be repeated.
     """
     for name in ("tokenizers", "yaml"):
         write(tmp_path / f"{name}.py", "OWN = 1\n")
@@ -380,8 +392,8 @@ def test_modules_of_the_project_with_the_names_of_libraries(tmp_path: Path) -> N
     assert run.stdout.splitlines() == ["True 1", "True 1"], run.stderr
 
 
-def test_a_module_of_the_project_whose_data_is_missing(tmp_path: Path) -> None:
-    """`vocab_size = len(chars)` is the checkpoint's, and a class that needs the data is refused."""
+def test_a_module_of_the_project_with_missing_data_is_imported(tmp_path: Path) -> None:
+    """`vocab_size = len(chars)` is the checkpoint's; a class that needs the data is refused."""
     read = "text = open('no such file').read()\nchars = set(text)\nvocab_size = len(chars)\n"
     write(tmp_path / "own_data.py", f"{read}width = 7\n")
     text = f"from own_data import vocab_size, width\n{GPT}    size = width\n"
@@ -390,10 +402,10 @@ def test_a_module_of_the_project_whose_data_is_missing(tmp_path: Path) -> None:
     path.write_text(text.replace("vocab_size, width", "width, chars"))
     assert vars(load_target(f"{path}:GPT"))["size"] == 7
     path.write_text(text.replace("vocab_size, width", "width, chars") + "    all = sorted(chars)\n")
-    refused(f"{path}:GPT", "own_data.py", "no such file")
+    check_refused(f"{path}:GPT", "own_data.py", "no such file")
 
 
-def test_the_call_of_a_model(tmp_path: Path) -> None:
+def test_the_call_of_a_model_may_be_an_expression_or_a_function(tmp_path: Path) -> None:
     def model(ids: torch.Tensor) -> tuple[torch.Tensor, str]:
         return ids * 2, "more"
 
@@ -412,8 +424,10 @@ MAKE_MODEL = "def make_model():\n    return GPT()\n"
 
 
 @pytest.mark.parametrize("kind", ["file", "notebook", "package"])
-def test_function(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the default, also where a file has several classes."""
+def test_a_function_that_builds_the_model_is_the_default(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is true even if a file has several classes."""
     text = GPT + "class Other(nn.Module):\n    pass\n" + MAKE_MODEL
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "pack_e" / "models.py", text)
@@ -424,13 +438,17 @@ def test_function(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) ->
         assert type(construct(function, GPT2Config())).__name__ == "GPT"
 
 
-def test_a_module_by_its_dotted_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_can_be_loaded_by_its_dotted_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "pack_b" / "models.py", GPT)
     monkeypatch.chdir(tmp_path)
     cls = load_target("pack_b.models:GPT")
     assert cls.__module__ == "pack_b.models" and load_target("pack_b.models") is cls
     assert load_target("torch.nn:Linear").__name__ == "Linear"
-    refused("pack_b.modles:GPT", "no module 'pack_b.modles'", "no 'pack_b.modles'", str(tmp_path))
+    check_refused(
+        "pack_b.modles:GPT", "no module 'pack_b.modles'", "no 'pack_b.modles'", str(tmp_path)
+    )
 
 
 def test_training_at_module_level_is_not_executed(tmp_path: Path) -> None:
@@ -453,7 +471,7 @@ def test_training_by_a_trainer_is_not_executed(tmp_path: Path) -> None:
     assert "GPT" in vars(module) and "seen" not in vars(module)
 
 
-# Choosing the function or class.
+# The choice of the function or class
 
 
 @pytest.mark.parametrize("name", ["own_gpt", "own_data"], ids=["the file", "a file it imports"])
@@ -474,27 +492,27 @@ def test_code_that_does_not_end_is_interrupted(
     assert signal.getsignal(signal.SIGALRM) is handler
 
 
-def test_a_class_that_needs_a_value_that_takes_too_long(
+def test_a_class_that_needs_a_value_that_takes_too_long_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time_limit, "SECONDS", 0.5)
     source = f"def count():\n    while True: pass\nwords = count()\n{GPT}    words = words + 1"
     path = write(tmp_path / "own_gpt.py", source)
-    refused(f"{path}:GPT", "it did not end in 0.5 seconds", "while True: pass")
+    check_refused(f"{path}:GPT", "it did not end in 0.5 seconds", "while True: pass")
 
 
-def test_default_is_the_class_that_no_other_class_uses(tmp_path: Path) -> None:
+def test_the_default_is_the_class_that_no_other_class_uses(tmp_path: Path) -> None:
     path = write(tmp_path / "gpt.py", GPT + "from torch.nn import Linear\n")
     assert load_target(str(path)).__name__ == "GPT"
     write(path, GPT + "class Other(GPT):\n    pass\nclass More(GPT):\n    pass\n")
     notes: list[str] = []
     assert load_target(str(path), notes).__name__ == "More"
     assert notes == [f"More is the last model in the file, which has others too: {path}:Other"]
-    refused(str(write(path, "x = 1")), "defines no nn.Module class")
+    check_refused(str(write(path, "x = 1")), "defines no nn.Module class")
     assert load_target(f"{notebook(tmp_path, GPT)}:").__name__ == "GPT"
 
 
-def test_a_function_that_builds_the_model_of_parts_of_another_file(tmp_path: Path) -> None:
+def test_a_function_may_build_the_model_from_parts_of_another_file(tmp_path: Path) -> None:
     write(tmp_path / "parts.py", "from torch import nn\nclass Embed(nn.Embedding):\n    pass\n")
     source = """
 from torch import nn
@@ -521,40 +539,40 @@ def build(vocab_size, n_embd):
 
 
 @pytest.mark.parametrize("kind", ["file", "notebook"])
-def test_name_that_is_not_a_model(tmp_path: Path, kind: str) -> None:
+def test_a_name_that_is_not_a_model_is_refused(tmp_path: Path, kind: str) -> None:
     text = GPT + "class Config:\n    pass\nGPTX = 3\nmade = GPT()\n"
     path = write(tmp_path / "gpt.py", text) if kind == "file" else notebook(tmp_path, text)
-    refused(
+    check_refused(
         f"{path}:Gpt1",
         "no class or function 'Gpt1'",
         "Did you mean 'GPT'?",
         "classes: Block and GPT",
     )
-    refused(
+    check_refused(
         f"{path}:Config",
         "'Config' in ",
         "is a class, but must be a function that returns the model or an nn.Module class. Its ",
     )
-    refused(
+    check_refused(
         f"{path}:GPTX",
         "is of type int, but must be a function that returns the model or an nn.Module",
     )
-    refused(f"{path}:made", "is an instance of a model. Pass its class", ":GPT")
+    check_refused(f"{path}:made", "is an instance of a model. Pass its class", ":GPT")
 
 
-# Targets that cannot be imported.
+# Targets that cannot be imported
 
 
-def test_target_that_does_not_exist(tmp_path: Path) -> None:
+def test_a_target_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "my_gpt.py", GPT)
-    refused(f"{tmp_path}/my_gtp.py:GPT", "no file ", "Did you mean 'my_gpt.py'?")
-    refused(f"{tmp_path}/zzz.ipynb:GPT", "no file ", "Check the path")
-    refused(
+    check_refused(f"{tmp_path}/my_gtp.py:GPT", "no file ", "Did you mean 'my_gpt.py'?")
+    check_refused(f"{tmp_path}/zzz.ipynb:GPT", "no file ", "Check the path")
+    check_refused(
         "no/such:GPT",
         "Pass FILE.py:make_model",
         "FILE.py:Class, FILE.ipynb:Class or package.module:Class",
     )
-    refused(
+    check_refused(
         "no_such_module:GPT", "no module 'no_such_module'", "with its suffix, FILE.py:make_model"
     )
 
@@ -577,17 +595,17 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_file_that_cannot_be_imported(tmp_path: Path, case: str) -> None:
+def test_a_file_that_cannot_be_imported_is_refused(tmp_path: Path, case: str) -> None:
     source, fragments = FAULTS[case]
     write(tmp_path / "broken_one.py", "\n\ndef")
     path = write(tmp_path / "gpt.py", source)
     before = list(sys.path), set(sys.modules)
-    refused(f"{path}:GPT", f"{path} cannot be imported: ", *fragments)
+    check_refused(f"{path}:GPT", f"{path} cannot be imported: ", *fragments)
     assert sys.path == before[0] and not {m for m in set(sys.modules) - before[1] if "gpt" in m}
 
 
-def test_an_imported_module_that_ends_the_program(tmp_path: Path) -> None:
-    """A package that wants a key from the environment does not hide the model in it."""
+def test_an_imported_module_that_ends_the_program_is_ignored(tmp_path: Path) -> None:
+    """For example, a package may require a key from the environment."""
     write(tmp_path / "own" / "__init__.py", "from own.server import KEY\n")
     write(tmp_path / "own" / "server.py", "import sys\n\nKEY = sys.exit(1)\nWIDTH = 8\n")
     model = "class GPT(nn.Embedding):\n    width = WIDTH\n"
@@ -596,7 +614,7 @@ def test_an_imported_module_that_ends_the_program(tmp_path: Path) -> None:
     assert load_target(str(path)).width == 8  # type: ignore[attr-defined]
 
 
-def test_a_module_in_a_folder_that_the_authors_machine_has_on_its_path(tmp_path: Path) -> None:
+def test_a_module_in_a_folder_of_the_authors_machine_is_found(tmp_path: Path) -> None:
     write(tmp_path / "layers" / "sizes_of_mine.py", "WIDTH = 8\n")
     lines = ["import sys", "sys.path.append('/home/author/layers')", "from torch import nn"]
     lines += ["from sizes_of_mine import WIDTH", "class GPT(nn.Linear):", "    w = WIDTH"]
@@ -608,8 +626,10 @@ def test_a_module_in_a_folder_that_the_authors_machine_has_on_its_path(tmp_path:
 
 
 @pytest.mark.parametrize("part", ["parts.py", "parts/sizes.py"])
-def test_a_package_whose_folder_has_another_name_and_parts(tmp_path: Path, part: str) -> None:
-    """The author's folder of the project is called Mine."""
+def test_a_package_whose_folder_was_renamed_is_found_with_its_parts(
+    tmp_path: Path, part: str
+) -> None:
+    """On the author's machine, the folder of the project is called Mine."""
     write(tmp_path / part, "WIDTH = 8\n")
     write(tmp_path / "pyproject.toml", "")
     module = part.removesuffix(".py").replace("/", ".")
@@ -618,10 +638,10 @@ def test_a_package_whose_folder_has_another_name_and_parts(tmp_path: Path, part:
     assert load_target(f"{path}:GPT").w == 8  # type: ignore[attr-defined]
 
 
-def test_a_file_that_changes_the_working_directory(
+def test_a_file_may_change_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Paths relative to the working directory stay valid."""
+    """Paths relative to the original working directory stay valid."""
     monkeypatch.chdir(tmp_path)
     change = "import os\nos.chdir(os.path.dirname(os.path.abspath(__file__)))\n"
     write(tmp_path / "inner" / "gpt.py", change + GPT)
@@ -630,7 +650,7 @@ def test_a_file_that_changes_the_working_directory(
     assert Path.cwd() == tmp_path
 
 
-def test_a_folder_with_the_name_of_a_library(tmp_path: Path) -> None:
+def test_a_folder_may_have_the_name_of_a_library(tmp_path: Path) -> None:
     write(tmp_path / "models" / "torch" / "layers.py", "WIDTH = 8\n")
     text = "from torch import nn\nfrom .layers import WIDTH\nclass GPT(nn.Linear): w = WIDTH\n"
     target = load_target(f"{write(tmp_path / 'models' / 'torch' / 'gpt.py', text)}:GPT")
@@ -638,7 +658,7 @@ def test_a_folder_with_the_name_of_a_library(tmp_path: Path) -> None:
     assert not target.__module__.startswith("torch.")
 
 
-def test_a_source_and_a_target_with_words_before(tmp_path: Path) -> None:
+def test_an_encoder_decoder_is_recognized_by_its_argument_names(tmp_path: Path) -> None:
     both = "class Both(nn.Embedding):\n    def forward(self, padded_src, padded_targets): ...\n"
     text = f"from torch import nn\nclass GPT(nn.Embedding): ...\n{both}"
     assert load_target(str(write(tmp_path / "gpt.py", text))).__name__ == "GPT"
@@ -649,13 +669,13 @@ def test_keyboard_interrupt_is_not_caught(tmp_path: Path) -> None:
         load_target(f"{write(tmp_path / 'gpt.py', 'raise KeyboardInterrupt')}:GPT")
 
 
-# Notebooks.
+# Notebooks
 
 BOOM = "raise RuntimeError('not to be executed')\n"
 IMPORTS = "import torch\nfrom torch import nn\nimport no_such_package\n"
 
 
-def test_only_what_the_class_needs_is_executed(tmp_path: Path) -> None:
+def test_only_the_code_that_the_class_needs_is_executed(tmp_path: Path) -> None:
     cells = [
         "!pip install torch\n%matplotlib inline\nimport torch\nimport no_such_package\ntorch?\n",
         "from dataclasses import dataclass\nimport torch.nn as nn\n" + BOOM,
@@ -678,7 +698,7 @@ def test_only_what_the_class_needs_is_executed(tmp_path: Path) -> None:
 
 
 def values(tmp_path: Path, cells: list[str]) -> object:
-    """The result of GPT().get()."""
+    """Return the result of GPT().get()."""
     write(tmp_path / "pack_c" / "one.py", "N = 1")
     write(tmp_path / "pack_c" / "two.py", "N = 2")
     body = "class GPT(nn.Module):\n    def get(self):\n        return "
@@ -714,7 +734,7 @@ def values(tmp_path: Path, cells: list[str]) -> object:
         (["from __future__ import annotations", "GPT: f()", "def f(x: No = 1):\n    return x"], 1),
     ],
 )  # fmt: skip
-def test_which_of_several_definitions_is_used(
+def test_the_last_definition_before_the_class_is_preferred(
     tmp_path: Path, cells: list[str], expected: object
 ) -> None:
     assert values(tmp_path, cells) == expected
@@ -737,7 +757,7 @@ def test_line_numbers_are_those_of_the_cell(tmp_path: Path) -> None:
     assert type(pickle.loads(pickle.dumps(cls()))) is cls
 
 
-def test_a_config_that_the_class_does_not_mention(tmp_path: Path) -> None:
+def test_a_config_that_the_class_does_not_mention_is_executed(tmp_path: Path) -> None:
     cells = [
         IMPORTS.replace("import no_such_package\n", ""),
         "class GPT(nn.Module):\n    def __init__(self, c):\n        super().__init__()\n"
@@ -751,21 +771,23 @@ def test_a_config_that_the_class_does_not_mention(tmp_path: Path) -> None:
         construct(cls, GPT2Config(), config_name="CONFIGS")
 
 
-def test_notebooks_that_cannot_be_read(tmp_path: Path) -> None:
-    refused(
+def test_notebooks_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    check_refused(
         f"{(path := write(tmp_path / 'a.ipynb', '{'))}:GPT", f"{path} is not a notebook: not JSON: "
     )
     for text in ("[]", "{}", '{"cells": [{}]}', '{"cells": 3}'):
-        refused(f"{write(path, text)}:GPT", "is not a notebook of format 4 with a list of cells")
+        check_refused(
+            f"{write(path, text)}:GPT", "is not a notebook of format 4 with a list of cells"
+        )
     path = notebook(tmp_path, "x = 1", "y = 2\nclass GPT(nn.Module:\n    pass\n")
-    refused(f"{path}:GPT", "SyntaxError: ", f"{path}#cell-2:2: class GPT(nn.Module:")
+    check_refused(f"{path}:GPT", "SyntaxError: ", f"{path}#cell-2:2: class GPT(nn.Module:")
     path = notebook(tmp_path, IMPORTS, "class GPT(nn.Module):\n    x = 1 / 0\n")
-    refused(f"{path}:GPT", "ZeroDivisionError", f"{path}#cell-2:2: x = 1 / 0")
+    check_refused(f"{path}:GPT", "ZeroDivisionError", f"{path}#cell-2:2: x = 1 / 0")
     path = notebook(tmp_path, IMPORTS, "class GPT(no_such_package.Module):\n    pass\n")
-    refused(f"{path}:GPT", "pip install no_such_package", f"{path}#cell-1:3: import no_such")
+    check_refused(f"{path}:GPT", "pip install no_such_package", f"{path}#cell-1:3: import no_such")
 
 
-def test_a_class_that_embeds_tokens_is_preferred_to_helpers_that_are_left_over(
+def test_a_class_that_embeds_tokens_is_preferred_to_unused_helpers(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "own.py"
@@ -804,8 +826,8 @@ class GPT(nn.Module):
     ],
     ids=["function", "main guard", "if", "try"],
 )
-def test_a_model_in_a_block_of_statements(tmp_path: Path, start: str) -> None:
-    """Of a function, what returns is not executed; its parameters are sizes like globals."""
+def test_a_model_may_be_defined_in_a_block_of_statements(tmp_path: Path, start: str) -> None:
+    """The parameters of a function are sizes like globals; its return statements do not run."""
     own = """
     class GPT(Part):
         def __init__(self):
@@ -826,10 +848,10 @@ def test_a_model_in_a_block_of_statements(tmp_path: Path, start: str) -> None:
     assert cls.__name__ == "GPT" and model["sizes"] == (97, 32) and model["width"] == 24
 
 
-def test_a_file_that_parses_arguments_at_module_level(
+def test_a_file_may_parse_arguments_at_module_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parser sees no arguments of compat's own, whether or not the file also trains."""
+    """The parser does not see compat's own arguments, whether or not the file also trains."""
     monkeypatch.setattr(sys, "argv", ["gpt2-compat", "adapt", "--json"])
     text = """
 import argparse
@@ -846,8 +868,8 @@ class GPT(nn.Module):
         assert sys.argv == ["gpt2-compat", "adapt", "--json"]
 
 
-def test_a_statement_that_fails_and_that_the_class_does_not_need(tmp_path: Path) -> None:
-    """Such as one that reads the author's data."""
+def test_a_failing_statement_that_the_class_does_not_need_is_ignored(tmp_path: Path) -> None:
+    """For example, it may read the author's data."""
     text = (
         "import torch\nfrom torch import nn\n\ntext = open('input.txt').read()\n\n\n"
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -860,8 +882,8 @@ def test_a_statement_that_fails_and_that_the_class_does_not_need(tmp_path: Path)
         construct(load_target(f"{tmp_path}/needed.py"), GPT2Config())
 
 
-def test_what_depends_on_missing_data_has_the_checkpoints_sizes(tmp_path: Path) -> None:
-    """Also where it is an attribute, an entry or a length, and in code that trains."""
+def test_values_that_depend_on_missing_data_have_the_checkpoints_sizes(tmp_path: Path) -> None:
+    """They may be attributes, entries or lengths, also in code that trains."""
     text = """
 import json
 from torch import nn
@@ -893,14 +915,14 @@ train()
         construct(load_target(f"{path}:GPT"), config)
 
 
-def test_a_lightning_module_is_a_module_where_lightning_is_missing(tmp_path: Path) -> None:
+def test_a_lightning_module_is_a_module_if_lightning_is_missing(tmp_path: Path) -> None:
     (tmp_path / "lit.py").write_text(
         "import no_such_lightning as pl\n\n\nclass Net(pl.LightningModule):\n    pass\n"
     )
     assert issubclass(load_target(f"{tmp_path}/lit.py"), torch.nn.Module)
 
 
-def test_hyperparameters_where_lightning_is_missing(tmp_path: Path) -> None:
+def test_hyperparameters_are_stored_if_lightning_is_missing(tmp_path: Path) -> None:
     path = write(
         tmp_path / "lit.py",
         """
@@ -922,8 +944,8 @@ class Net(pl.LightningModule):
     assert dict(model.hparams) == {"vocab_size": 89, "n_embd": 24, "n_layer": 3}  # type: ignore[call-overload]
 
 
-def test_an_encoder_decoder_beside_the_language_model(tmp_path: Path) -> None:
-    """It is not selected, although it is the last class and has attention in its own code."""
+def test_an_encoder_decoder_is_not_selected_instead_of_the_language_model(tmp_path: Path) -> None:
+    """This is true although it is the last class and its own code has attention."""
     model = "        self.tok = nn.Embedding(vocab_size, d_model)\n\n    def forward"
     init = "    def __init__(self, vocab_size, d_model):\n        super().__init__()\n" + model
     source = (

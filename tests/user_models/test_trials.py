@@ -1,4 +1,4 @@
-"""Arguments with ambiguous names: found by building small models, or refused."""
+"""Arguments with ambiguous names are found by building small models, or are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compat.user_models import construct, construct_with_call, load_target
 from compat.user_models.trials import _distance
 
 CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
-# A GPT-2 by the number of its parameters; how the pieces are used does not matter here.
+# A GPT-2 with the right number of parameters; how they are used does not matter in these tests.
 MODEL = """
 import torch
 from torch import nn
@@ -52,17 +52,17 @@ def written(tmp_path: Path, width: str, inner: str, model: str = MODEL) -> str:
 @pytest.mark.parametrize(
     ("inner", "value"), [("cfg.factor * width", 4), ("cfg.factor", 96)], ids=["ratio", "width"]
 )
-def test_an_unknown_size_gets_the_value_of_gpt2(tmp_path: Path, inner: str, value: int) -> None:
+def test_an_unknown_size_has_the_value_of_gpt2(tmp_path: Path, inner: str, value: int) -> None:
     model, call = construct_with_call(load_target(written(tmp_path, "n_embd", inner)), CONFIG)
     assert model.blocks[0].mlp[0].out_features == 96  # type: ignore[index,union-attr]
-    assert model.pos is not None  # neither of the kinds that the code names
+    assert model.pos is not None  # its kind is neither of those that the code names
     assert model.cfg.quick is False  # type: ignore[union-attr]  # only forward reads it
     assert f"; found by trying: cfg.kind_of_pos='learned', cfg.factor={value}" in call
 
 
 @pytest.mark.parametrize("width", ["n_embd", "n_hidden"])
-def test_an_ambiguous_name_gets_the_value_that_fits(tmp_path: Path, width: str) -> None:
-    """`n_hidden` is the width of the MLP beside `n_embd`, but here the model may have both."""
+def test_an_ambiguous_name_has_the_value_that_fits(tmp_path: Path, width: str) -> None:
+    """Next to `n_embd`, `n_hidden` is usually the MLP's width, but here it may be the model's."""
     source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
     check = "assert cfg.n_embd == cfg.n_hidden or 'WIDTH' == 'n_embd'"
     source = source.replace("self.cfg, width", f"{check}\n        self.cfg, width")
@@ -72,8 +72,8 @@ def test_an_ambiguous_name_gets_the_value_that_fits(tmp_path: Path, width: str) 
     assert model.cfg.n_hidden == (24 if width == "n_hidden" else 96)  # type: ignore[union-attr]
 
 
-def test_an_unknown_size_beside_an_ambiguous_name(tmp_path: Path) -> None:
-    """The vocabulary is found again after the width of the MLP was found to be that of a head."""
+def test_an_unknown_size_and_an_ambiguous_name_are_both_found(tmp_path: Path) -> None:
+    """The vocabulary is searched for again after `wide` was found to be the width of the heads."""
     source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
     source = source.replace("cfg.vocab_size", "cfg.words_known").replace(
         "self.tok(ids)", "self.tok(ids) + 0 * self.pos(ids * 0)"
@@ -96,7 +96,7 @@ def test_an_unknown_size_beside_an_ambiguous_name(tmp_path: Path) -> None:
     [("cfg.pos_kind", ""), ("cfg.kind", "def check(kind: PosKind): return kind\n")],
     ids=["name", "annotation"],
 )
-def test_a_member_of_an_enumeration(tmp_path: Path, entry: str, more: str) -> None:
+def test_a_member_of_an_enumeration_is_found(tmp_path: Path, entry: str, more: str) -> None:
     enum = f"from enum import Enum\nclass PosKind(Enum):\n    ROTARY = 1\n    LEARNED = 2\n{more}"
     source = MODEL.replace("self.cfg.quick", "True").replace("cfg.kind_of_pos", entry)
     source = source.replace('not in ["rotary", "alibi"]', "== PosKind.LEARNED")
@@ -107,8 +107,8 @@ def test_a_member_of_an_enumeration(tmp_path: Path, entry: str, more: str) -> No
     assert f"{entry}=<PosKind.LEARNED: 2>" in call
 
 
-def test_an_implementation_of_an_interface(tmp_path: Path) -> None:
-    """Of those without arguments, the one that is named as the usual one is built."""
+def test_an_implementation_of_an_interface_is_built(tmp_path: Path) -> None:
+    """Of those without arguments, the one with the most usual name is built."""
     interface = """
 from abc import ABC, abstractmethod
 import torch
@@ -134,7 +134,7 @@ class Config:
     assert "cfg.scores=VanillaSoftmax()" in construct_with_call(target, CONFIG)[1]
 
 
-def test_a_model_that_no_value_makes_run_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_runs_with_no_value_is_refused(tmp_path: Path) -> None:
     source = MODEL.replace("x = self.tok(ids)", "x = self.tok(ids) @ 'no tensor'")
     with pytest.raises(AdaptError, match=r"needs the argument cfg\.kind_of_pos"):
         construct(load_target(written(tmp_path, "n_embd", "cfg.factor", source)), CONFIG)
@@ -154,7 +154,7 @@ def test_a_number_in_arithmetic_is_not_a_switch(tmp_path: Path) -> None:
     assert "cfg.sharing=1" in construct_with_call(target, CONFIG)[1]
 
 
-def test_a_model_that_is_far_too_large_is_not_built_to_its_end() -> None:
+def test_a_model_that_is_much_too_large_is_not_built_completely() -> None:
     layers: list[nn.Module] = []
 
     def run(sizes: GPT2Config, more: Mapping[str, Any]) -> tuple[nn.Module, bool]:
@@ -170,8 +170,10 @@ def test_a_model_that_is_far_too_large_is_not_built_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("size", ["vector", "n_vectors"], ids=["one entry", "two entries"])
-def test_the_entry_of_the_users_config_that_is_the_width(tmp_path: Path, size: str) -> None:
-    """An entry whose name says nothing, also beside another one of the same size."""
+def test_the_entry_of_the_users_config_that_is_the_width_is_found(
+    tmp_path: Path, size: str
+) -> None:
+    """Its name is meaningless, and another entry may have the same value."""
     own = f"CONFIG = dict(vocab_size=65, block_size=16, n_layer=2, vector=512, {size}=512)\n"
     source = own + MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
     for name in ("vocab_size", "block_size", "n_layer", "WIDTH"):
@@ -187,7 +189,7 @@ def test_the_entry_of_the_users_config_that_is_the_width(tmp_path: Path, size: s
     "arguments",
     ["parole, contesto, larghezza=64, strati=8", "parole=65, contesto=16, larghezza=64, strati=8"],
 )
-def test_sizes_whose_names_are_in_another_language(tmp_path: Path, arguments: str) -> None:
+def test_sizes_with_names_in_another_language_are_found(tmp_path: Path, arguments: str) -> None:
     """They are found by trial, with or without defaults."""
     source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
     source = source.replace("self, cfg)", f"self, {arguments})").replace(
@@ -203,10 +205,10 @@ def test_sizes_whose_names_are_in_another_language(tmp_path: Path, arguments: st
 
 
 @pytest.mark.parametrize("more", ["nn.Identity()", "nn.Linear(width, width)"])
-def test_the_only_size_without_a_role_gets_the_only_role_that_is_left(
+def test_the_only_size_without_a_role_has_the_only_remaining_role(
     tmp_path: Path, more: str
 ) -> None:
-    """128 is a usual default, with which heads of three cannot be built, unlike a model of 24."""
+    """128 is a usual default, but not divisible by three heads, unlike the width 24."""
     source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
     source = source.replace("self, cfg)", "self, vocab, context, heads, depth, big=128)")
     source = source.replace("self.cfg, width = cfg,", f"width = big\n        self.more = {more}\n"
@@ -250,7 +252,7 @@ class GPT(nn.Module):
 
 
 @pytest.mark.parametrize("words", ["int('300')", "97"])
-def test_the_size_that_no_other_argument_has(tmp_path: Path, words: str) -> None:
+def test_the_size_that_no_other_argument_has_is_found(tmp_path: Path, words: str) -> None:
     """The vocabulary may be that of a tokenizer; a loop runs over the layers or the heads."""
     path = tmp_path / "own.py"
     path.write_text(HEADS.replace("COUNT", words))
@@ -276,14 +278,14 @@ class GPT(nn.Module):
 """
 
 
-def test_a_missing_library_is_named_and_not_the_argument(tmp_path: Path) -> None:
+def test_a_missing_library_is_named_instead_of_the_argument(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(NEEDS_LIBRARY.replace("ROPE", "Rotary(fuzzy)"))
     with pytest.raises(
         AdaptError, match=r"ModuleNotFoundError: No module named 'own_missing_rope'"
     ):
         construct(load_target(f"{path}:GPT"), CONFIG)
-    path.write_text(NEEDS_LIBRARY.replace("ROPE", "fuzzy and Rotary(fuzzy)"))  # not with 0
+    path.write_text(NEEDS_LIBRARY.replace("ROPE", "fuzzy and Rotary(fuzzy)"))  # needed unless 0
     _, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
     assert "found by trying: fuzzy=None" in call
 
@@ -291,7 +293,7 @@ def test_a_missing_library_is_named_and_not_the_argument(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("signature", "value"), [("reach_window: int", 32), ("scaling: float", 1.0)]
 )
-def test_values_that_fit_an_annotation_or_a_name(
+def test_values_that_fit_an_annotation_or_a_name_are_found(
     tmp_path: Path, signature: str, value: float
 ) -> None:
     path, name = tmp_path / "own.py", signature.partition(":")[0]
@@ -301,8 +303,8 @@ def test_values_that_fit_an_annotation_or_a_name(
     assert f"found by trying: {name}={value}" in call
 
 
-def test_switches_that_remove_a_part_which_nothing_replaces(tmp_path: Path) -> None:
-    """Without its RMSNorms and rotations, this model has no norms and no positions."""
+def test_switches_that_remove_a_part_without_a_replacement_stay_off(tmp_path: Path) -> None:
+    """Without its RMSNorms and rotations, this model would have no norms and no positions."""
     source = """
 import torch
 from torch import nn

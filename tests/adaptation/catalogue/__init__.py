@@ -1,4 +1,4 @@
-"""The zoo of hand-written GPT-2s, the mutations of their source, and models that are not GPT-2."""
+"""The zoo of hand-written GPT-2s, mutations of their source, and models that are not GPT-2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entries of the catalogue: models, mutations of their source, and helpers to write both."""
+"""The types of the catalogue's entries, models and mutations, and helpers for writing them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Model:
-    """One hand-written model.
+    """A hand-written model.
 
     Args:
-        file: in `ZOO`.
+        file: the name of the file in `ZOO`.
         cls: the name of the model's class.
         build: creates the model for a config of compat.
-        expected: the model's parameters for every Hugging Face name. `{i}` is the layer, and `{h}`
-            is the head if there is one parameter per head. Several parameters of a c_attn are in
-            the order query, key, value. A tied head has no row.
-        zero: parameters without a counterpart that have to be zero, such as the bias of a head.
+        expected: the model's parameters for every Hugging Face name. `{i}` stands for the layer,
+            and `{h}` for the head if there is one parameter per head. The parameters of c_attn are
+            in the order query, key, value. A tied head has no row.
+        zero: parameters without a counterpart in GPT-2 that must be zero, such as the bias of a
+            head.
     """
 
     file: str
@@ -44,15 +45,15 @@ class Model:
 
 @dataclass(frozen=True)
 class Mutation:
-    """One deviation written into the source of a zoo model.
+    """A deviation that is written into the source of a zoo model.
 
     Args:
         style: the name of the model.
-        code: the code that `adapt` has to report.
-        old: is replaced once by `new`.
+        code: the code that `adapt` must report.
+        old: the text that is replaced once by `new`.
         new: the replacement.
-        at: a part of the line, in the mutated file, that a person would blame; None if none.
-        also: parts of other lines that are accepted.
+        at: a part of the line, in the mutated file, that a person would blame, or None.
+        also: parts of other lines that are accepted, too.
         more: further replacements that the same deviation needs.
     """
 
@@ -66,7 +67,7 @@ class Mutation:
 
 
 def load_class(path: Path, cls: str) -> type[nn.Module]:
-    """The class `cls` of a file, imported under a unique module name."""
+    """Import a file under a unique module name, and return its class `cls`."""
     name = f"_zoo_{next(_numbers)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -78,7 +79,7 @@ def load_class(path: Path, cls: str) -> type[nn.Module]:
 
 
 def changed(source: str, mutation: Mutation) -> str:
-    """Apply a mutation to a source, and return it."""
+    """Return a source with a mutation."""
     for old, new in ((mutation.old, mutation.new), *mutation.more):
         assert old in source, f"{mutation.style} has no {old!r}"
         source = source.replace(old, new, 1)
@@ -88,7 +89,7 @@ def changed(source: str, mutation: Mutation) -> str:
 
 
 def composed(model: Model, mutations: Sequence[Mutation], folder: Path) -> Path:
-    """Write the model's file with these mutations into `folder` and return its path."""
+    """Write the model's file with these mutations into `folder`, and return its path."""
     source = (ZOO / model.file).read_text()
     for mutation in mutations:
         source = changed(source, mutation)
@@ -97,11 +98,11 @@ def composed(model: Model, mutations: Sequence[Mutation], folder: Path) -> Path:
     return path
 
 
-# How a model is built: its names for the fields of compat's config.
+# How a model is built: the model's names for the fields of compat's config
 
 
 def config(name: str, **fields: str) -> Build:
-    """Build a model with a config class of its file: `its field = our field`."""
+    """Build the model with a config class of its file: `field of the model = our field`."""
 
     def build(cls: type[nn.Module], config: GPT2Config) -> nn.Module:
         make = getattr(sys.modules[cls.__module__], name)
@@ -111,7 +112,7 @@ def config(name: str, **fields: str) -> Build:
 
 
 def keywords(**fields: str) -> Build:
-    """Build a model with keyword arguments: `its argument = our field`."""
+    """Build the model with keyword arguments: `argument of the model = our field`."""
 
     def build(cls: type[nn.Module], config: GPT2Config) -> nn.Module:
         return cls(**{own: getattr(config, ours) for own, ours in fields.items()})
@@ -120,7 +121,7 @@ def keywords(**fields: str) -> Build:
 
 
 def positional(*fields: str) -> Build:
-    """Build a model with positional arguments, our fields in its order."""
+    """Build the model with positional arguments: our fields in the order of the arguments."""
 
     def build(cls: type[nn.Module], config: GPT2Config) -> nn.Module:
         return cls(*(getattr(config, ours) for ours in fields))
@@ -129,7 +130,7 @@ def positional(*fields: str) -> Build:
 
 
 def dictionary(**fields: str) -> Build:
-    """Build a model with one dictionary: `its key = our field`."""
+    """Build the model with one dictionary: `key of the model = our field`."""
 
     def build(cls: type[nn.Module], config: GPT2Config) -> nn.Module:
         return cls({own: getattr(config, ours) for own, ours in fields.items()})
@@ -137,7 +138,7 @@ def dictionary(**fields: str) -> Build:
     return build
 
 
-# Which parameters the tensors go to.
+# The parameters for each tensor
 
 Names = str | tuple[str, str]  # a module with `weight` and `bias`, or the two parameters
 
@@ -155,10 +156,10 @@ def table(
     ln_f: Names,
     head: str | None = None,
 ) -> Expected:
-    """The table of a model.
+    """Return the table of expected parameters of a model.
 
-    `block` is the prefix of the names from `ln_1` to `out`. `qkv` is one fused pair, or query, key
-    and value.
+    `block` is the prefix of the names from `ln_1` to `out`. `qkv` is one fused pair, or a list with
+    query, key and value.
     """
     names: Expected = {"wte.weight": (wte,), "wpe.weight": (wpe,)}
     parts = [_both(part, block) for part in qkv] if isinstance(qkv, list) else [_both(qkv, block)]

@@ -1,4 +1,4 @@
-"""The models of the zoo: how each is built, and the parameter for each tensor."""
+"""The models of the zoo: how each is built, and its parameter for each tensor."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ MODELS: dict[str, Model] = {
     ),
 }
 
-# Models that are no GPT-2; they have to be refused.
+# Models that are not a GPT-2 and must be refused.
 FOREIGN: dict[str, Model] = {
     "llama": Model("foreign_llama.py", "Llama",
         positional("vocab_size", "n_embd", "n_layer", "n_head"), {}),

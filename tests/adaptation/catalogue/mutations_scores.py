@@ -74,7 +74,7 @@ MUTATIONS = [
       "device=x.device), 1)) * -1e10", ("+ mask, dim=-1)",)),
     M("cached", "mask_off", "mask.tril(n_key - n_query)", "mask.tril(n_key - n_query + 1)",
       "n_key - n_query + 1", ("torch.where(mask",)),
-    # sliding_window, wider than the ids with which the model is traced
+    # sliding_window, which is wider than the ids with which the model is traced
     M("einsum_heads", "sliding_window", "steps[None, :] > steps[:, None]",
       "(steps[None, :] > steps[:, None]) | (steps[None, :] < steps[:, None] - 19)",
       "steps[:, None] - 19", ("masked_fill(future",)),

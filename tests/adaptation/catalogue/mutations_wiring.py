@@ -1,4 +1,4 @@
-"""Mutations of the order of norms and branches, of residual connections, and shared modules."""
+"""Mutations of the order of norms and branches, of residual connections, and of shared modules."""
 
 from __future__ import annotations
 
