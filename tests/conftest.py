@@ -21,6 +21,7 @@ from torch import Tensor
 from compat.checkpoint import Checkpoint
 from compat.config import HALF
 from compat.decoding import kernels
+from compat.decoding.native_library import library
 from compat.parity.reference import Reference, SharedReference
 from tests.command_line import Cli, run
 
@@ -199,18 +200,21 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that need the real weights or a GPU if these are not available."""
+    with_vnni = any(item.get_closest_marker("vnni") for item in items) and library().has_panels()
     for item in items:
         if item.get_closest_marker("network") and "COMPAT_NETWORK" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="COMPAT_NETWORK is not set"))
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("vnni") and not with_vnni:
+            item.add_marker(pytest.mark.skip(reason="no processor with AVX-512 VNNI"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Let skipped tests fail if COMPAT_SHARED is set, unless they need a network or a GPU."""
     report = yield
-    excused = item.get_closest_marker("network") or item.get_closest_marker("cuda")
+    excused = any(item.get_closest_marker(name) for name in ("network", "cuda", "vnni"))
     if report.skipped and "COMPAT_SHARED" in os.environ and not excused:
         report.outcome = "failed"
         report.longrepr = f"skipped, although COMPAT_SHARED is set: {report.longrepr}"

@@ -21,19 +21,16 @@ from compat.decoding.native import (
     NativePrompts,
     transformer_class,
 )
-from compat.decoding.native_library import library
 from compat.decoding.transformer import Transformer
 
 WITH_COMPILER = shutil.which("cc") is not None
 needs_compiler = pytest.mark.skipif(not WITH_COMPILER, reason="no C compiler")
-needs_panels = pytest.mark.skipif(
-    not WITH_COMPILER or not library().has_panels(),
-    reason="native.c multiplies many rows on processors with AVX-512 VNNI only",
-)
+# native.c multiplies many rows on these processors only.
+needs_vnni = pytest.mark.vnni
 PROMPT_KERNELS = [
-    pytest.param("float32", NativePrompts, marks=needs_panels),
-    pytest.param("bfloat16", NativePrompts, marks=needs_panels),
-    pytest.param("int8", NativeInt8Prompts, marks=needs_panels),
+    pytest.param("float32", NativePrompts, marks=needs_vnni),
+    pytest.param("bfloat16", NativePrompts, marks=needs_vnni),
+    pytest.param("int8", NativeInt8Prompts, marks=needs_vnni),
 ]
 KERNELS = [
     ("float32", NativeLinear),
@@ -50,8 +47,8 @@ def _name(value: Any) -> str:
 each_kernel = pytest.mark.parametrize(("dtype", "pack"), KERNELS, ids=_name)
 each_prompt_kernel = pytest.mark.parametrize(("dtype", "pack"), PROMPT_KERNELS, ids=_name)
 # The largest error of the kernels, as a multiple of the error of torch's products of the same
-# precision, both against float64. In float32 both round differently; a position that is off
-# transformer_with one increases the error transformer_with a factor of a hundred thousand.
+# precision, both against float64. In float32 both round differently; a position that is off by one
+# increases the error by a factor of a hundred thousand.
 ERROR_LIMIT = {"float32": 2, "bfloat16": 1.3, "int8": 1.3}
 
 

@@ -28,7 +28,10 @@ from tests.native_common import plant_outliers
 
 IDS = torch.randint(97, (1, 12), generator=torch.Generator().manual_seed(1))
 GREEDY: Any = {"max_new_tokens": 8, "temperature": 0, "stop_ids": ()}
-INT8 = [native.NativeInt8Prompts, matrices.int8_weight_only, matrices.Int8TwoTerm, matrices.Int8]
+INT8 = [
+    pytest.param(native.NativeInt8Prompts, marks=pytest.mark.vnni),
+    matrices.int8_weight_only, matrices.Int8TwoTerm, matrices.Int8,
+]  # fmt: skip
 
 
 class Cache:

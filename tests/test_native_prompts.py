@@ -31,7 +31,7 @@ from tests.native_common import (
     by_torch,
     each_prompt_kernel,
     needs_compiler,
-    needs_panels,
+    needs_vnni,
     plant_outliers,
     transformer_with,
 )
@@ -115,7 +115,7 @@ class OneTerm(Emulated):
     outliers = torch.inf
 
 
-@needs_panels
+@needs_vnni
 def test_activations_have_8_bits_and_those_with_outliers_16(
     make_checkpoint: MakeCheckpoint,
 ) -> None:

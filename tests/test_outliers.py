@@ -16,13 +16,13 @@ from compat.decoding.matrices import Blas, Pack, WithOutliers
 from compat.decoding.native import NativeInt8, NativeInt8Prompts
 from compat.decoding.outliers import MOST, inputs_with_outliers
 from tests.conftest import MakeCheckpoint
-from tests.native_common import needs_compiler, needs_panels, plant_outliers, transformer_with
+from tests.native_common import needs_compiler, needs_vnni, plant_outliers, transformer_with
 
 SIZES: dict[str, Any] = {"n_positions": 64, "n_embd": 96, "n_layer": 2}
 TEXT = torch.randint(97, (1, 40), generator=torch.Generator().manual_seed(2))
 KERNELS = [
     pytest.param(NativeInt8, marks=needs_compiler),
-    pytest.param(NativeInt8Prompts, marks=needs_panels),
+    pytest.param(NativeInt8Prompts, marks=needs_vnni),
     matrices.Int8TwoTerm,
     matrices.int8_weight_only,
     matrices.Int8,

@@ -32,7 +32,7 @@ from tests.native_common import plant_outliers
 HEAD = "lm_head.weight"
 IDS = torch.randint(97, (2, 20), generator=torch.Generator().manual_seed(1))
 # Kernels for every representation of quantized weights; the last one works everywhere.
-INT8 = [native.NativeInt8Prompts, matrices.int8_weight_only, matrices.Int8TwoTerm, matrices.Int8]
+INT8 = [matrices.int8_weight_only, matrices.Int8TwoTerm, matrices.Int8]
 
 
 def pack(folder: Path, source: Any, **options: Any) -> Path:
@@ -55,7 +55,11 @@ def rewrite(file: Path, metadata: object, **tensors: torch.Tensor | None) -> Non
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "kernel"),
-    [*(("int8", kernel) for kernel in INT8), ("bfloat16", matrices.Linear)],
+    [
+        pytest.param("int8", native.NativeInt8Prompts, marks=pytest.mark.vnni),
+        *(("int8", kernel) for kernel in INT8),
+        ("bfloat16", matrices.Linear),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_an_engine_of_a_packed_file_computes_the_same_as_one_of_the_checkpoint(

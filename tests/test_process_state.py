@@ -204,7 +204,8 @@ def test_reading_and_packing_do_not_change_the_warning_filters(
     with monkeypatch.context() as patched:
         patched.setattr(warnings, "catch_warnings", fail)
         engine = Engine.from_pretrained(tiny, dtype="int8", speculate="int8")
-        assert kernels.works(Int8DynamicActivations, "draft")
+        product = Int8DynamicActivations(torch.ones(64, 96), None)(torch.ones(1, 64))
+        assert product.shape == (1, 96)  # on some processors with too large an error
     assert engine.generate(torch.tensor([[1, 2]]), max_new_tokens=3, temperature=0).shape == (1, 5)
 
 
@@ -214,10 +215,11 @@ def test_an_engine_works_if_warnings_are_errors(make_checkpoint: MakeCheckpoint)
 import torch
 from compat import Engine
 from compat.decoding import kernels
+from compat.decoding.matrices import Int8DynamicActivations
 kernels._measured = lambda precision, rows, working: (next(iter(working)), False)
 engine = Engine.from_pretrained({str(make_checkpoint(n_layer=1))!r}, speculate="int8")
 print(engine.generate(torch.tensor([[1, 2]]), max_new_tokens=3, temperature=0).shape)
-print(*kernels._working("draft", kernels.CPU))
+print(Int8DynamicActivations(torch.ones(64, 96), None)(torch.ones(1, 64)).shape)
 """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -228,4 +230,4 @@ print(*kernels._working("draft", kernels.CPU))
     )
     assert done.returncode == 0, done.stderr
     assert "torch.Size([1, 5])" in done.stdout
-    assert "Int8DynamicActivations" in done.stdout
+    assert "torch.Size([1, 96])" in done.stdout
