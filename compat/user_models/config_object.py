@@ -40,6 +40,7 @@ from compat.user_models.usage import (
     Usage,
     compared_strings,
     counts,
+    is_factor,
     is_users_class,
     modules_text,
     source_of,
@@ -61,6 +62,7 @@ UNPACKED = re.compile(r"\*\*(vars\(|[\w.]+(\.__dict__|asdict\(|\.dict\(|\.model_
 _COMPUTED = re.compile("kv|key|group|multiplier")
 # A line that asks for a file, as `assert Path(corpus).exists()` does.
 _ASKS_FOR_A_FILE = re.compile(r"\b(exists|is_?file|is_?dir)\(")
+LARGEST_FACTOR = 16  # by which a default multiplies the width
 # What a config class raises where an attribute cannot be set; pydantic's error is a ValueError.
 REFUSED = (AttributeError, TypeError, ValueError)
 
@@ -84,6 +86,17 @@ def known_values(
     values = {n: value_of(role, config) for n, role in roles.items() if role}
     names_of_gelu = [n for n, value in values.items() if value == "gelu_new"]
     return values | {name: activation_for(cls, name) for name in names_of_gelu}
+
+
+def factors(
+    cls: Callable[..., Any], parameters: Mapping[str, Parameter], config: GPT2Config
+) -> dict[str, Any]:
+    """Return the ratio of the MLP's width for names of a width that the code uses as a factor."""
+    return {
+        name: value_of("ratio", config) for name, parameter in parameters.items()
+        if type(parameter.default) is int and parameter.default <= LARGEST_FACTOR
+        and role_of(name, parameters) == "d_inner" and is_factor(cls, name)
+    }  # fmt: skip
 
 
 def takes_config(cls: Callable[..., Any], parameter: Parameter, usage: Usage) -> bool:
@@ -145,7 +158,7 @@ def _instance(
     parameters = inspect.signature(template).parameters
     names = {*parameters, *usage.names, *dir(template), *_constants(template)}
     numbers = {n for n, parameter in parameters.items() if is_number(parameter)}
-    known = known_values(cls, names, config, numbers)
+    known = known_values(cls, names, config, numbers) | factors(cls, parameters, config)
     arguments: dict[str, Any] = {}
     missing, unread = list[str](), list[str]()
     sections: set[str] = set()

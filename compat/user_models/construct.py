@@ -19,7 +19,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from textwrap import shorten
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, cast, get_args
 
 import torch
@@ -32,6 +32,7 @@ from compat.user_code import MAKE_MODEL, translated
 from compat.user_models.config_files import config_in_files
 from compat.user_models.config_object import (
     accepts,
+    factors,
     is_number,
     known_values,
     make_config,
@@ -539,10 +540,11 @@ def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, An
     for value in arguments.values():
         passed |= _entries(value)
     text = _call(target, arguments)
+    module = sys.modules.get(target.__module__)
     defaults = {name: parameter.default for name, parameter in _parameters(target).items()}
     if other := _different(defaults, arguments):
         text += f"; your default is {listed(other)}"
-    configs = list(vars(sys.modules.get(target.__module__, target)).items())
+    configs = list({**_literals(module), **vars(module or target)}.items())
     for made in filter(dataclasses.is_dataclass, arguments.values()):
         fields = {each.name: each.default for each in dataclasses.fields(made)}
         configs.append((type(made).__name__, fields))
@@ -553,6 +555,17 @@ def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, An
         if other := _different(own, passed):
             text += f"; your {name} has {listed(other)}"
     return text
+
+
+def _literals(module: ModuleType | None) -> dict[str, Any]:
+    """Return the dictionaries that a module assigns, also after a line that fails."""
+    found: dict[str, Any] = {}
+    for node in [] if module is None else tree_of(module).body:
+        match node:
+            case ast.Assign([ast.Name(id=name)], ast.Dict() as value):
+                with contextlib.suppress(ValueError):  # an entry is not a literal
+                    found[name] = ast.literal_eval(value)
+    return found
 
 
 def _different(own: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
@@ -708,7 +721,7 @@ def _arguments(
     arguments = given | named
     missing: list[str] = []
     numbers = {name for name, parameter in parameters.items() if is_number(parameter)}
-    sizes = known_values(cls, parameters, config, numbers)
+    sizes = known_values(cls, parameters, config, numbers) | factors(cls, parameters, config)
     for name, parameter in parameters.items():
         entries = given.get(name, {})
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in named:

@@ -188,7 +188,7 @@ def python_tree(path: Path) -> ast.Module:
 def code_cells(path: Path) -> list[str]:
     """Return the sources of a notebook's code cells."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8-sig"))
+        document = json.loads(path.read_bytes())  # in UTF-8, -16 or -32
         code = [cell["source"] for cell in document["cells"] if cell["cell_type"] == "code"]
         return ["".join(source).replace("\r\n", "\n") for source in code]
     except json.JSONDecodeError as error:

@@ -92,6 +92,8 @@ _TWO_ROLES: list[tuple[re.Pattern[str], str, str | None]] = [
 _INPUT = re.compile(rf"(tok(en)?|input){_SIZE}")
 # The context length, or how far attention reaches if another name denotes the context length.
 _WINDOW = re.compile(r"window(size)?")
+# How many query heads share a key head, if another name denotes the number of key heads.
+_GROUPS = re.compile(r"(n|num)?(kv|query|keyvalue)groups?")
 # Names of a number that is the width, where the value is known to be a number.
 _EMBEDDING = re.compile(rf"(tok(en)?|word|input)?{_EMB}|{_EMB}(tok(en)?|word)s?")
 # The possible roles of names of one letter.
@@ -168,6 +170,8 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
         others = [other for other in among if not _WINDOW.fullmatch(plain(other))]
         if any(role_of(other) == "n_positions" for other in others):
             return None
+    if _GROUPS.fullmatch(short) and any("kv" in plain(o) and role_of(o) for o in {*among} - {name}):
+        return "one"
     for pattern, first, second in _TWO_ROLES:
         if pattern.fullmatch(short):
             beside = (other for other in among if not pattern.fullmatch(plain(other)))
@@ -249,6 +253,7 @@ def value_of(role: str, config: GPT2Config) -> Any:
         "off": False,
         "on": True,
         "cap": None,
+        "one": 1,
         "device": "cpu",
         "max_batch": _most_rows(config),
     }

@@ -195,6 +195,15 @@ def embedding_widths(cls: Callable[..., Any]) -> set[str]:
     return {*re.findall(rf"\bnn\.Embedding\([^,()]+,\s*{width}\s*[,)]", text)}
 
 
+def is_factor(cls: Callable[..., Any], name: str) -> bool:
+    """Return whether the user's code multiplies a width by an entry, as in `dim * hidden_dim`."""
+    width = r"[\w.]*(?:dim|embd?|model|width|size)\w*[\"'\]]*"
+    factor = rf"(?:[\w.]*\.|\w+\[[\"'])?\b{name}\b[\"'\]]*"
+    return (
+        re.search(rf"{width} *\* *{factor}|\b{factor} *\* *{width}", modules_text(cls)) is not None
+    )
+
+
 def compared_strings(cls: Callable[..., Any]) -> dict[str, set[str]]:
     """Return the strings that the user's code compares variables and attributes with, by name."""
     found: dict[str, set[str]] = {}

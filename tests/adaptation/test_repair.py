@@ -22,7 +22,7 @@ from compat.adaptation.repair.repair import (
 from compat.adaptation.repair.source import Edit, Source, apply
 from compat.adaptation.repair.write import write
 from compat.checkpoint import Checkpoint, open_checkpoint
-from compat.user_models.notebook import read_source
+from compat.user_models.notebook import code_cells, read_source
 from tests.adapt_project import ERF, GPT, TANH, notebook
 from tests.adaptation.catalogue import MODELS, MUTATIONS, ZOO, Mutation, composed
 from tests.adaptation.common import build
@@ -1088,18 +1088,20 @@ def test_git_applies_the_diff_and_writing_gives_the_same_bytes(
     assert path.read_bytes() == (applied / "gpt.py").read_bytes() == after
 
 
-def test_only_the_edited_cell_of_a_notebook_is_changed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("coding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_only_the_edited_cell_of_a_notebook_is_changed(tmp_path: Path, coding: str) -> None:
     path = tmp_path / "gpt.ipynb"
     cells = [
         {"cell_type": "markdown", "metadata": {}, "source": ["# é\n"]},
         {"cell_type": "code", "metadata": {}, "outputs": [], "source": ["x = 1\n", "y = 2"]},
     ]
     document = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    before = path.read_text()
+    before = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    path.write_text(before, encoding=coding)
+    assert code_cells(path) == ["x = 1\ny = 2"]
     name = f"{path}#cell-1"
     write(Repair({name: "x = 3\ny = 2"}, {name: "x = 1\ny = 2"}, []))
-    assert path.read_text() == before.replace("x = 1", "x = 3")
+    assert path.read_bytes() == before.replace("x = 1", "x = 3").encode(coding)
 
 
 def test_the_last_definition_of_a_class_in_a_notebook_is_repaired(

@@ -385,6 +385,8 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
             ["d_inner", "d_inner", None, None, None],
         ),
         (["no_bias", "disable_rope", "without_residual"], ["off", "on", "off"]),
+        (["n_kv_groups", "n_kv_heads", "n_heads"], ["one", "n_head", "n_head"]),
+        (["n_kv_groups", "n_heads"], ["n_head", "n_head"]),
         (["no_of_heads", "norm_first", "noise"], ["n_head", "pre_norm", None]),
         (["logit_soft_cap", "softcap", "capacity"], ["cap", "cap", None]),
         (["logits", "with_lm_head", "no_logits", "lm_head"], ["on", "on", "off", None]),
@@ -626,3 +628,38 @@ class GPT(nn.Module):
     model = build(tmp_path, source)
     assert len(model.h) == 3 and not any(layer.local for layer in model.h)
     assert model.scale == 6**-0.5 and model.base == 10000.0
+
+
+@pytest.mark.parametrize("default", [4, 512])
+def test_a_width_that_the_code_uses_as_a_factor(tmp_path: Path, default: int) -> None:
+    """A large number is a width, although it is multiplied, as where parameters are counted."""
+    source = f"""
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size=5, embed_dim=8, hidden_dim={default}, n_layer=1):
+        super().__init__()
+        self.count = 2 * embed_dim*hidden_dim
+        self.wte = nn.Embedding(vocab_size, embed_dim)
+        self.h = nn.ModuleList(nn.Linear(embed_dim, embed_dim) for _ in range(n_layer))
+"""
+    assert build(tmp_path, source).count == 2 * 24 * (4 if default == 4 else 96)
+
+
+def test_a_config_after_a_line_that_fails_is_compared_too(tmp_path: Path) -> None:
+    source = """
+from torch import nn
+
+assert open("no such file")
+CONFIG = {"vocab_size": 5, "n_embd": 8, "n_layer": 1, "qkv_bias": False}
+
+class GPT(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.bias, width = cfg["qkv_bias"], cfg["n_embd"]
+        self.wte = nn.Embedding(cfg["vocab_size"], width)
+        self.h = nn.ModuleList(nn.Linear(width, width) for _ in range(cfg["n_layer"]))
+"""
+    (tmp_path / "own.py").write_text(source)
+    model, call = construct_with_call(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
+    assert model.bias is True and call.endswith("; your CONFIG has qkv_bias=False")

@@ -56,7 +56,9 @@ def write(repair: Repair) -> list[Path]:
 
 def _notebook(path: Path, texts: Mapping[str, str]) -> bytes:
     """Return the notebook with these sources of cells, by their numbers among the code cells."""
-    raw = path.read_text(encoding="utf-8")
+    stored = path.read_bytes()
+    coding = json.detect_encoding(stored)
+    raw = stored.decode(coding)
     document = json.loads(raw)
     code = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
     for number, text in texts.items():
@@ -66,4 +68,4 @@ def _notebook(path: Path, texts: Mapping[str, str]) -> bytes:
     indented = raw.partition("\n")[2]
     indent = len(indented) - len(indented.lstrip(" "))
     end = "\n" if raw.endswith("\n") else ""
-    return (json.dumps(document, indent=indent or None, ensure_ascii=False) + end).encode()
+    return (json.dumps(document, indent=indent or None, ensure_ascii=False) + end).encode(coding)
