@@ -24,6 +24,7 @@ from importlib.util import module_from_spec
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from compat.config import GPT2Config
@@ -225,6 +226,10 @@ class ReadableDict(dict[str, Any]):
 
 class LightningModule(nn.Module):
     """What a model needs of Lightning's class, where Lightning is missing; the rest is training."""
+
+    @property
+    def device(self) -> torch.device:
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
 
     def save_hyperparameters(self, *args: Any, **kwargs: Any) -> None:
         """Keep the arguments of the constructor that calls it as `self.hparams`."""

@@ -940,7 +940,7 @@ class Net(pl.LightningModule):
 """,
     )
     model = construct(load_target(str(path)), GPT2Config(vocab_size=89, n_embd=24, n_layer=3))
-    assert model.wte.weight.shape == (89, 24)
+    assert model.wte.weight.shape == (89, 24) and model.device == torch.device("cpu")
     assert dict(model.hparams) == {"vocab_size": 89, "n_embd": 24, "n_layer": 3}  # type: ignore[call-overload]
 
 
