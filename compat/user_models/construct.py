@@ -489,7 +489,10 @@ def _alternatives(
         # `hidden_dim` beside `embedding_dim` is the MLP's width, unless it is that of a head.
         text, heads = modules_text(target), r"[\w.]*head\w*"
         product = rf"{heads} *\* *[\w.]*\b{{0}}\b|\b{{0}} *\* *{heads}"
-        found = {n: r for n, r in found.items() if re.search(product.format(_last(n)), text)}
+        found = {
+            name: roles for name, roles in found.items()
+            if "d_inner" not in roles or re.search(product.format(_last(name)), text)
+        }  # fmt: skip
     return found
 
 
