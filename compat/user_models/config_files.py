@@ -1,7 +1,8 @@
-"""Configs in the YAML and JSON files of a user's project."""
+"""Configs in the YAML, JSON and Python files of a user's project."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -39,7 +40,8 @@ def _files(target: Callable[..., Any]) -> Iterator[Path]:
         for folder in project_folders(path.parent):
             for pattern in ("*", "conf*/*", "conf*/*/*"):
                 for file in sorted(folder.glob(f"{pattern}.*")):
-                    if file.suffix in (".yaml", ".yml", ".json") and file.is_file():
+                    python = file.suffix == ".py" and "conf" in file.stem.lower()
+                    if (python or file.suffix in (".yaml", ".yml", ".json")) and file.is_file():
                         yield file
 
 
@@ -52,10 +54,30 @@ def _read(file: Path) -> Any:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
             return json.loads(text)
+        if file.suffix == ".py":
+            return dict(literals(ast.parse(text)))
         import yaml  # type: ignore[import-untyped]
 
         return yaml.safe_load(text)
     return None
+
+
+def literals(tree: ast.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the dictionaries that a module assigns, and the constants in its classes."""
+    for node in tree.body:
+        match node:
+            case ast.Assign([ast.Name(id=name)], ast.Dict() as value):
+                with contextlib.suppress(ValueError):  # an entry is not a literal
+                    yield name, ast.literal_eval(value)
+            case ast.ClassDef(name=name, body=body):
+                fields = dict[str, Any]()
+                for field in body:
+                    match field:
+                        case ast.AnnAssign(
+                            ast.Name(id=own), value=ast.Constant(value=found)
+                        ) | ast.Assign([ast.Name(id=own)], ast.Constant(value=found)):
+                            fields[own] = found
+                yield name, fields
 
 
 def _tables(value: Any) -> Iterator[Mapping[str, Any]]:

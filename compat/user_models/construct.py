@@ -19,7 +19,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from textwrap import shorten
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, cast, get_args
 
 import torch
@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from compat.config import GPT2Config
 from compat.errors import AdaptError, listed
 from compat.user_code import MAKE_MODEL, translated
-from compat.user_models.config_files import config_in_files
+from compat.user_models.config_files import config_in_files, literals
 from compat.user_models.config_object import (
     accepts,
     factors,
@@ -547,7 +547,9 @@ def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, An
     defaults = {name: parameter.default for name, parameter in _parameters(target).items()}
     if other := _different(defaults, arguments):
         text += f"; your default is {listed(other)}"
-    configs = list({**_literals(module), **vars(module or target)}.items())
+    # What follows a line that fails is in the source only.
+    written = {} if module is None else dict(literals(tree_of(module)))
+    configs = list({**written, **vars(module or target)}.items())
     for made in filter(dataclasses.is_dataclass, arguments.values()):
         fields = {each.name: each.default for each in dataclasses.fields(made)}
         configs.append((type(made).__name__, fields))
@@ -558,17 +560,6 @@ def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, An
         if other := _different(own, passed):
             text += f"; your {name} has {listed(other)}"
     return text
-
-
-def _literals(module: ModuleType | None) -> dict[str, Any]:
-    """Return the dictionaries that a module assigns, also after a line that fails."""
-    found: dict[str, Any] = {}
-    for node in [] if module is None else tree_of(module).body:
-        match node:
-            case ast.Assign([ast.Name(id=name)], ast.Dict() as value):
-                with contextlib.suppress(ValueError):  # an entry is not a literal
-                    found[name] = ast.literal_eval(value)
-    return found
 
 
 def _different(own: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:

@@ -663,3 +663,31 @@ class GPT(nn.Module):
     (tmp_path / "own.py").write_text(source)
     model, call = construct_with_call(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
     assert model.bias is True and call.endswith("; your CONFIG has qkv_bias=False")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        'CONFIG = {"vocab_size": 5, "n_embd": 8, "n_layer": 1, "qkv_bias": False}\n',
+        "class Config:\n    vocab_size: int = 5\n    n_embd = 8\n    n_layer = 1\n"
+        "    qkv_bias: bool = False\n",
+    ],
+    ids=["dictionary", "class"],
+)
+def test_a_python_file_of_settings_is_compared_without_running_it(
+    tmp_path: Path, config: str
+) -> None:
+    source = """
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.bias, width = cfg.qkv_bias, cfg.n_embd
+        self.wte = nn.Embedding(cfg.vocab_size, width)
+        self.h = nn.ModuleList(nn.Linear(width, width) for _ in range(cfg.n_layer))
+"""
+    (tmp_path / "own.py").write_text(source)
+    (tmp_path / "my_config.py").write_text(f"raise SystemExit\n{config}")
+    model, call = construct_with_call(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
+    assert model.bias is True and call.endswith("; your my_config.py has qkv_bias=False")
