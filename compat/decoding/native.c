@@ -35,8 +35,9 @@
 #include <arm_neon.h>
 #endif
 
-// AMX multiplies tiles, 16 rows of 64 bytes: 16 rows of activations by the weights of 16 outputs.
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__linux__)
+// AMX multiplies tiles of 16 rows of 64 bytes.
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512BW__) && \
+    defined(__AVX512VNNI__) && defined(__linux__)
 #define AMX
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -91,6 +92,7 @@ typedef int8_t unaligned_bytes __attribute__((vector_size(LANES), aligned(1), ma
 #define UNROLL _Pragma("GCC unroll 16")  // so that the compiler keeps an array in registers
 #define INLINE static inline __attribute__((always_inline))
 #define TILE 4        // rows of a weight, and rows of activations, that are multiplied at a time
+#define SIDE 16       // rows of a weight, and rows of activations, that AMX multiplies at a time
 #define BLOCK 64      // activations that are quantized with one scale
 #define LOW 256       // low terms of quantized activations to one of the high term
 #define AHEAD 8192    // bytes from an int8 weight that is read to one that is prefetched
@@ -271,6 +273,8 @@ typedef struct {
     bfloat16 *rounded;                     // (M, blocks of K, BLOCK), if weights are bfloat16
     int8_t *quantized;                     // (M, blocks of K, 2, BLOCK), in the same memory
     Terms *terms;                          // (M, blocks of K)
+    int32_t *tiles;                        // (groups of M, blocks of K, 2, SIDE, SIDE), there too
+    float *tile_scales;                    // (groups of M, blocks of K, 2, SIDE), there too
     float *offsets;                        // (M,): what OFFSET adds to a product
     float *outliers;                       // (M, outliers): inputs that are multiplied in float32
     int32_t has_tiles;
@@ -281,6 +285,12 @@ typedef struct {
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t blocks(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
+
+// Rows of quantized activations in a tile: few rows with both terms, or many with one of them.
+INLINE int64_t rows_of_tile(int64_t rows) { return rows > FEW ? SIDE : SIDE / 2; }
+INLINE int64_t row_groups(int64_t rows) {
+    return (rows + rows_of_tile(rows) - 1) / rows_of_tile(rows);
+}
 
 static char *allot(char **free, int64_t bytes) {
     char *taken = *free;
@@ -299,7 +309,8 @@ INLINE int64_t scores_size(const Model *model) {
 }
 
 static Scratch divide(char **free, const Model *model, int64_t rows, int64_t threads) {
-    const int64_t C = model->n_embd, f = sizeof(float), n = rows * blocks(max(C, model->n_inner));
+    const int64_t C = model->n_embd, f = sizeof(float);
+    const int64_t n = row_groups(rows) * SIDE * blocks(max(C, model->n_inner));
     Scratch s = {0};
     s.x = (float *)allot(free, rows * C * f);
     s.normed = (float *)allot(free, rows * C * f);
@@ -309,7 +320,9 @@ static Scratch divide(char **free, const Model *model, int64_t rows, int64_t thr
     s.scores = (float *)allot(free, threads * scores_size(model) * f);
     s.quantized = (int8_t *)allot(free, n * 2 * BLOCK);
     s.rounded = (bfloat16 *)s.quantized;
+    s.tiles = (int32_t *)s.quantized;
     s.terms = (Terms *)allot(free, n * (int64_t)sizeof(Terms));
+    s.tile_scales = (float *)s.terms;
     s.offsets = (float *)allot(free, rows * f);
     s.outliers = (float *)allot(free, rows * MOST_OUTLIERS * f);
     s.loop = (Loop *)allot(free, loops(model) * (int64_t)sizeof(Loop));
@@ -524,28 +537,54 @@ INLINE Terms quantize_block(const float *x, float even, int8_t *q) {
     return (Terms){scale, (int32_t)sum(highs), (int32_t)sum(lows), has_low};
 }
 
-// Quantizes activations (M, K) except for outliers: blocks of 64 with a scale each, so that a large
-// one costs the precision of its own block only.
-static void quantize(const Matrix *w, float *x, int64_t rows, Scratch *s) {
+// Writes the terms of a block of row r into columns of tiles, four bytes in each row of a tile. One
+// tile has both terms of SIDE / 2 rows, or there are two, of the high and the low terms of SIDE
+// rows. What is not written has the scale 0.
+INLINE void put_in_tiles(const int8_t *q, Terms terms, int64_t r, int64_t at_once, int64_t n_blocks,
+                         int64_t b, Scratch *s) {
+    const int64_t first = (r / at_once * n_blocks + b) * 2, both = at_once < SIDE;
+    for (int64_t term = 0; term <= terms.has_low; term++) {
+        const int64_t to = both ? first : first + term;
+        const int64_t column = r % at_once + (both ? term * at_once : 0);
+        for (int64_t i = 0; i < SIDE; i++)
+            memcpy(s->tiles + (to * SIDE + i) * SIDE + column, q + term * BLOCK + 4 * i, 4);
+        s->tile_scales[to * SIDE + column] = terms.scale * (term ? 1.0f / LOW : 1);
+    }
+}
+
+// Quantizes row r of the activations, except for outliers.
+static void quantize_row(const Matrix *w, float *row, int64_t r, int64_t rows, Scratch *s) {
     const int64_t K = w->n_in, n_blocks = blocks(K);
     const float even = rows > FEW ? EVEN : 0;
-    SHARED_LOOP(s, r, rows) {
-        float *row = x + r * K, *outliers = s->outliers + r * w->n_outliers, total = 0;
-        for (int64_t i = 0; i < w->n_outliers; i++) {
-            outliers[i] = row[w->outliers[i]];
-            row[w->outliers[i]] = 0;
-        }
-        for (int64_t b = 0; b < n_blocks; b++) {
-            const float *in = row + b * BLOCK;
-            float rest[BLOCK] = {0};
-            if (K - b * BLOCK < BLOCK) in = memcpy(rest, in, (size_t)(K - b * BLOCK) * sizeof *in);
-            const int64_t at = r * n_blocks + b;
-            const Terms t = quantize_block(in, even, s->quantized + at * 2 * BLOCK);
-            total += t.scale * ((float)t.high + (float)t.low * (1.0f / LOW));
-            s->terms[at] = t;
-        }
-        s->offsets[r] = OFFSET * total;
-        for (int64_t i = 0; i < w->n_outliers; i++) row[w->outliers[i]] = outliers[i];
+    float *outliers = s->outliers + r * w->n_outliers, total = 0;
+    for (int64_t i = 0; i < w->n_outliers; i++) {
+        outliers[i] = row[w->outliers[i]];
+        row[w->outliers[i]] = 0;
+    }
+    for (int64_t b = 0; b < n_blocks; b++) {
+        const float *in = row + b * BLOCK;
+        float rest[BLOCK] = {0};
+        if (K - b * BLOCK < BLOCK) in = memcpy(rest, in, (size_t)(K - b * BLOCK) * sizeof *in);
+        const int64_t at = r * n_blocks + b;
+        int8_t own[2 * BLOCK] = {0}, *q = s->has_tiles ? own : s->quantized + at * 2 * BLOCK;
+        const Terms t = quantize_block(in, even, q);
+        total += t.scale * ((float)t.high + (float)t.low * (1.0f / LOW));
+        if (s->has_tiles) put_in_tiles(q, t, r, rows_of_tile(rows), n_blocks, b, s);
+        else s->terms[at] = t;
+    }
+    s->offsets[r] = OFFSET * total;
+    for (int64_t i = 0; i < w->n_outliers; i++) row[w->outliers[i]] = outliers[i];
+}
+
+// Quantizes activations (M, K): blocks of 64 with a scale each, so that a large one costs the
+// precision of its own block only. The rows of a tile are left to one thread, as they share lines.
+static void quantize(const Matrix *w, float *x, int64_t rows, Scratch *s) {
+    const int64_t at_once = s->has_tiles ? rows_of_tile(rows) : 1;
+    const int64_t scales = s->has_tiles ? 2 * SIDE * blocks(w->n_in) : 0;
+    SHARED_LOOP(s, group, (rows + at_once - 1) / at_once) {
+        memset(s->tile_scales + group * scales, 0, (size_t)scales * sizeof(float));
+        for (int64_t r = group * at_once; r < min(rows, (group + 1) * at_once); r++)
+            quantize_row(w, x + r * w->n_in, r, rows, s);
     }
 }
 
@@ -762,31 +801,6 @@ INLINE void panel_bfloat16_tiles(const Panel panel, int64_t groups, const Group 
     _tile_stored(0, &out[0][0], sizeof *out);
     _tile_stored(1, &out[0][1], sizeof *out);
 }
-
-// As `panel_int8`, for 16 rows, and weights to which no OFFSET was added.
-INLINE void panel_int8_tiles(const Panel panel, int64_t n_blocks, const Group *x, int64_t row,
-                             const Terms *terms, int64_t stride, vec out[MOST_ROWS][2]) {
-    for (int half = 0; half < 2; half++) {
-        vec sums[MOST_ROWS] = {{0}};
-        for (int64_t b = 0; b < n_blocks; b++) {
-            int32_t has_low = 0;
-            UNROLL for (int j = 0; j < MOST_ROWS; j++) has_low |= terms[j * stride + b].has_low;
-            for (int low = 0; low <= has_low; low++) {
-                __m512i totals[MOST_ROWS];
-                _tile_zero(0);
-                _tile_loadd(2, x + (2 * b + low) * GROUPS, row * (int64_t)sizeof *x);
-                _tile_loadd(3, &panel[b * GROUPS][half], sizeof *panel);
-                _tile_dpbssd(0, 2, 3);
-                _tile_stored(0, totals, sizeof *totals);
-                UNROLL for (int j = 0; j < MOST_ROWS; j++) {
-                    const float scale = terms[j * stride + b].scale * (low ? 1.0f / LOW : 1);
-                    sums[j] += (vec)_mm512_cvtepi32_ps(totals[j]) * scale;
-                }
-            }
-        }
-        UNROLL for (int j = 0; j < MOST_ROWS; j++) out[j][half] = sums[j];
-    }
-}
 #endif
 
 // As `matmul_of`.
@@ -796,8 +810,8 @@ INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64
     const int64_t size = type == INT8 ? K : type == BFLOAT16 ? 2 * K : 4 * K;
     const Group *inputs = type == FLOAT32 ? (const Group *)x : (const Group *)s->quantized;
     const int64_t row = type == FLOAT32 ? K : stride * BLOCK / 2;  // groups
-    const int tiles = s->has_tiles && type != FLOAT32;
-    const __m512i offset = _mm512_set1_epi8(type == INT8 && !tiles ? (char)OFFSET : 0);
+    const int tiles = s->has_tiles && type == BFLOAT16;
+    const __m512i offset = _mm512_set1_epi8(type == INT8 ? (char)OFFSET : 0);
     SHARED_LOOP(s, group, (w->n_out + PANEL - 1) / PANEL) {
         Panel panel;
         const int64_t o = group * PANEL, n = min(PANEL, w->n_out - o);
@@ -823,11 +837,8 @@ INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64
                     switch (height) {
 #if defined(AMX)
                         case MOST_ROWS:
-                            if (type == INT8)
-                                panel_int8_tiles(panel, columns, in, row, terms, stride, total);
-                            else
-                                panel_bfloat16_tiles(panel + k, min(step, groups - k), in + k, row,
-                                                     out);
+                            panel_bfloat16_tiles(panel + k, min(step, groups - k), in + k, row,
+                                                 out);
                             break;
 #endif
                         case 1: SUMS(1)
@@ -860,6 +871,57 @@ INLINE void matmul_panels(const Matrix *w, enum type type, const float *x, int64
 #define matmul_panels matmul_of
 #endif
 
+// As `matmul_of`, for int8 weights and any number of rows. The weights of SIDE outputs are tiles as
+// they are in memory. They are multiplied by tiles with a row of activations in each column.
+#if defined(AMX)
+static void matmul_tiles(const Matrix *w, int64_t rows, Scratch *s, float *y, int residual) {
+    const int64_t K = w->n_in, O = w->n_out, n_blocks = blocks(K), at_once = rows_of_tile(rows);
+    SHARED_LOOP(s, group, (O + SIDE - 1) / SIDE) {
+        const int64_t o = group * SIDE, n = min(SIDE, O - o);
+        const int8_t *weight = (const int8_t *)w->weight + o * K;
+        const __mmask16 kept = (__mmask16)(0xffff >> (SIDE - n));
+        for (int64_t r = 0; r < rows; r += at_once) {
+            vec sums[SIDE] = {{0}};  // of an output each, with a lane for each column
+            for (int64_t b = 0; b < n_blocks; b++) {
+                const int64_t size = min(BLOCK, K - b * BLOCK);
+                int8_t rest[SIDE][BLOCK];
+                if (n < SIDE || size < BLOCK) {
+                    memset(rest, 0, sizeof rest);
+                    for (int64_t i = 0; i < n; i++)
+                        memcpy(rest[i], weight + i * K + b * BLOCK, (size_t)size);
+                    _tile_loadd(0, rest, BLOCK);
+                } else _tile_loadd(0, weight + b * BLOCK, K);
+                for (int i = 0; r == 0 && i < SIDE; i++)  // the next outputs, in order
+                    prefetch(weight + SIDE * K + (b * SIDE + i) * BLOCK, 1);
+                const int64_t first = (r / at_once * n_blocks + b) * 2;
+                for (int64_t t = first; t < first + 2; t++) {
+                    const vec scale = load(s->tile_scales + t * SIDE);
+                    if (!_mm512_test_epi32_mask((__m512i)scale, (__m512i)scale)) continue;
+                    __m512i totals[SIDE];
+                    _tile_zero(2);
+                    _tile_loadd(1, s->tiles + t * SIDE * SIDE, SIDE * sizeof *s->tiles);
+                    _tile_dpbssd(2, 0, 1);
+                    _tile_stored(2, totals, sizeof *totals);
+                    UNROLL for (int i = 0; i < SIDE; i++)
+                        sums[i] += (vec)_mm512_cvtepi32_ps(totals[i]) * scale;
+                }
+            }
+            transpose((__m512i *)sums);  // of a column each, with a lane for each output
+            for (int64_t i = 0; i < min(at_once, rows - r); i++) {
+                float *to = y + (r + i) * O + o;
+                vec sum = at_once < SIDE ? sums[i] + sums[at_once + i] : sums[i];
+                sum *= (vec)_mm512_maskz_loadu_ps(kept, w->scale + o);
+                if (w->bias) sum += (vec)_mm512_maskz_loadu_ps(kept, w->bias + o);
+                if (residual) sum += (vec)_mm512_maskz_loadu_ps(kept, to);
+                _mm512_mask_storeu_ps(to, kept, (__m512)sum);
+            }
+        }
+    }
+}
+#else
+#define matmul_tiles(w, rows, s, y, residual)
+#endif
+
 static void matmul(const Matrix *w, enum type type, float *x, int64_t rows, Scratch *s, float *y,
                    int residual) {
     const int few = rows <= FEW;
@@ -870,6 +932,7 @@ static void matmul(const Matrix *w, enum type type, float *x, int64_t rows, Scra
     else if (type == FLOAT32) matmul_panels(w, FLOAT32, x, rows, s, y, residual);
     else if (type == BFLOAT16 && few) matmul_of(w, BFLOAT16, x, rows, s, y, residual);
     else if (type == BFLOAT16) matmul_panels(w, BFLOAT16, x, rows, s, y, residual);
+    else if (s->has_tiles) matmul_tiles(w, rows, s, y, residual);
     else if (few) matmul_of(w, INT8, x, rows, s, y, residual);
     else matmul_panels(w, INT8, x, rows, s, y, residual);
     if (w->n_outliers) add_outliers(w, rows, s, y);
@@ -1197,7 +1260,7 @@ void decode(const Model *model, const Batch *batch, int64_t rows, float *hidden,
     char *free = (char *)memory;
     Scratch shared = divide(&free, model, rows, threads);
     shared.x = hidden;
-    shared.has_tiles = rows > FEW && has_tiles();
+    shared.has_tiles = (rows > FEW || model->weights == INT8) && has_tiles();
     memset(shared.loop, 0, (size_t)loops(model) * sizeof *shared.loop);
     int64_t started = 0;
 #pragma omp parallel num_threads((int)threads)
