@@ -40,7 +40,7 @@ from compat.user_models.usage import (
     Usage,
     compared_strings,
     counts,
-    is_factor,
+    factors_of,
     is_users_class,
     modules_text,
     source_of,
@@ -62,6 +62,7 @@ UNPACKED = re.compile(r"\*\*(vars\(|[\w.]+(\.__dict__|asdict\(|\.dict\(|\.model_
 _COMPUTED = re.compile("kv|key|group|multiplier")
 # A line that asks for a file, as `assert Path(corpus).exists()` does.
 _ASKS_FOR_A_FILE = re.compile(r"\b(exists|is_?file|is_?dir)\(")
+_WIDTH = re.compile("dim|embd?|model|width|size")
 LARGEST_FACTOR = 16  # by which a default multiplies the width
 # What a config class raises where an attribute cannot be set; pydantic's error is a ValueError.
 REFUSED = (AttributeError, TypeError, ValueError)
@@ -95,7 +96,8 @@ def factors(
     return {
         name: value_of("ratio", config) for name, parameter in parameters.items()
         if type(parameter.default) is int and parameter.default <= LARGEST_FACTOR
-        and role_of(name, parameters) == "d_inner" and is_factor(cls, name)
+        and role_of(name, parameters) == "d_inner"
+        and any(_WIDTH.search(factor) for factor in factors_of(cls, name))
     }  # fmt: skip
 
 

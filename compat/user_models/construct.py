@@ -72,6 +72,7 @@ from compat.user_models.trials import (
 from compat.user_models.usage import (
     counts,
     embedding_widths,
+    factors_of,
     forwarded,
     is_users_class,
     items_of,
@@ -487,11 +488,10 @@ def _alternatives(
     found = {name: roles for name, roles in ambiguous.items() if _last(name) not in widths}
     if any(role_of(_last(name)) == "n_embd" for name in sizes.keys() - ambiguous.keys()):
         # `hidden_dim` beside `embedding_dim` is the MLP's width, unless it is that of a head.
-        text, heads = modules_text(target), r"[\w.]*head\w*"
-        product = rf"{heads} *\* *[\w.]*\b{{0}}\b|\b{{0}} *\* *{heads}"
         found = {
             name: roles for name, roles in found.items()
-            if "d_inner" not in roles or re.search(product.format(_last(name)), text)
+            if "d_inner" not in roles
+            or any("head" in factor for factor in factors_of(target, _last(name)))
         }  # fmt: skip
     return found
 

@@ -39,7 +39,7 @@ from compat.user_models.synonyms import (
     takes_sizes,
     value_of,
 )
-from compat.user_models.usage import is_users_class, source_of, tree_of, user_modules
+from compat.user_models.usage import embeddings, is_users_class, source_of, tree_of, user_modules
 
 # All threads share a module's globals, so only one thread at a time may change them.
 _LOCK = threading.RLock()
@@ -64,8 +64,8 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
     with _LOCK, known_sizes(config), contextlib.ExitStack() as undo:
         modules = user_modules(target) if isinstance(target, type) else []
         changed, by_use, aliases = False, _roles_by_use(modules), _roles_of_aliases(modules)
-        by_use |= (embeddings := _roles_in_embeddings(modules))
-        aliases |= {name: role for name, role in embeddings.items() if is_ambiguous_size(name)}
+        by_use |= (in_tables := _roles_in_embeddings(modules))
+        aliases |= {name: role for name, role in in_tables.items() if is_ambiguous_size(name)}
         arguments = {name for module in modules for name in _constructor_arguments(module)}
         for module in modules:
             for value in list(vars(module).values()):
@@ -253,19 +253,15 @@ def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
 
 
 def _roles_in_embeddings(modules: Sequence[ModuleType]) -> dict[str, str]:
-    """Return the roles of the names in `self.position_table = nn.Embedding(rows, width)`."""
+    """Return the roles of the globals in `self.position_table = nn.Embedding(rows, width)`."""
     found: dict[str, set[str]] = {}
     for module in modules:
-        for node in ast.walk(tree_of(module)):
-            match node:
-                case ast.Assign(
-                    [ast.Attribute(attr=table)],
-                    ast.Call(ast.Attribute(attr="Embedding") | ast.Name("Embedding"), args),
-                ):
-                    rows = "n_positions" if re.search("pos|wpe", table.lower()) else "vocab_size"
-                    for name, role in zip(args, (rows, "n_embd"), strict=False):
-                        if isinstance(name, ast.Name) and name.id in vars(module):
-                            found.setdefault(name.id, set()).add(role)
+        for table, sizes in embeddings(module):
+            rows = "n_positions" if re.search("pos|wpe", table.lower()) else "vocab_size"
+            for size, role in (("num_embeddings", rows), ("embedding_dim", "n_embd")):
+                name = sizes.get(size)
+                if table and isinstance(name, ast.Name) and name.id in vars(module):
+                    found.setdefault(name.id, set()).add(role)
     return {name: min(roles) for name, roles in found.items() if len(roles) == 1}
 
 

@@ -188,20 +188,52 @@ def modules_text(cls: Callable[..., Any]) -> str:
     return "\n".join("".join(linecache.getlines(file)) for file in files)
 
 
+def embeddings(module: ModuleType) -> Iterator[tuple[str, dict[str, ast.expr]]]:
+    """Yield every nn.Embedding in a module's code: its name, if it is assigned, and its sizes.
+
+    The sizes have the names of torch's parameters: `num_embeddings` and `embedding_dim`.
+    """
+    names: dict[ast.expr, str] = {}
+    for node in ast.walk(tree_of(module)):
+        match node:
+            case ast.Assign([ast.Attribute(attr=name) | ast.Name(name)], value) | ast.keyword(
+                str(name), value
+            ):
+                names[value] = name
+            case ast.Call(ast.Attribute(attr="Embedding") | ast.Name("Embedding"), args, keywords):
+                sizes = dict(zip(("num_embeddings", "embedding_dim"), args, strict=False))
+                sizes |= {k.arg: k.value for k in keywords if k.arg}
+                yield names.get(node, ""), sizes
+
+
 def embedding_widths(cls: Callable[..., Any]) -> set[str]:
     """Return the names of widths in the user's code, such as C in `nn.Embedding(V, config.C)`."""
-    text = modules_text(cls)
-    width = r"(?:embedding_dim\s*=\s*)?(?:[\w.]+[.])?(?:\w+\[[\"'])?(\w+)[\"'\]]*"
-    return {*re.findall(rf"\bnn\.Embedding\([^,()]+,\s*{width}\s*[,)]", text)}
+    tables = (sizes for module in user_modules(cls) for _, sizes in embeddings(module))
+    widths = (sizes["embedding_dim"] for sizes in tables if "embedding_dim" in sizes)
+    return {name for width in widths if (name := _name_of(width))}
 
 
-def is_factor(cls: Callable[..., Any], name: str) -> bool:
-    """Return whether the user's code multiplies a width by an entry, as in `dim * hidden_dim`."""
-    width = r"[\w.]*(?:dim|embd?|model|width|size)\w*[\"'\]]*"
-    factor = rf"(?:[\w.]*\.|\w+\[[\"'])?\b{name}\b[\"'\]]*"
-    return (
-        re.search(rf"{width} *\* *{factor}|\b{factor} *\* *{width}", modules_text(cls)) is not None
-    )
+def _name_of(node: ast.expr) -> str:
+    """Return the last name of `name`, `o.name` and `o["name"]`; empty for other expressions."""
+    return node.id if isinstance(node, ast.Name) else _read(node)[1]
+
+
+def factors_of(cls: Callable[..., Any], name: str) -> set[str]:
+    """Return the names by which the user's code multiplies an entry: `dim` in `dim * ratio`."""
+    found: set[str] = set()
+    for module in user_modules(cls):
+        for node in ast.walk(tree_of(module)):
+            names = {_name_of(operand) for operand in _operands(node)}
+            found |= names - {name, ""} if name in names else set()
+    return found
+
+
+def _operands(node: ast.AST) -> list[ast.expr]:
+    """Return the operands of a product: three of `a * b * c`; none of other nodes."""
+    match node:
+        case ast.BinOp(left, ast.Mult(), right):
+            return [*(_operands(left) or [left]), *(_operands(right) or [right])]
+    return []
 
 
 def compared_strings(cls: Callable[..., Any]) -> dict[str, set[str]]:
