@@ -1093,6 +1093,23 @@ LINES: dict[str, tuple[Edits, str, list[str]]] = {
         "extra_ln",
         ["nn.Sequential("],
     ),
+    "the final norm after every block": (
+        [("        x = self.final_norm(x)\n", "            x = self.final_norm(x)\n")],
+        "extra_ln",
+        ["x = self.final_norm(x)"],
+    ),
+    "a norm after attention, and one after the MLP": (
+        [
+            ("        self.norm2 =", "        self.norm3 = LayerNorm(dim)\n        self.norm2 ="),
+            (
+                "        x = x + shortcut\n        shortcut = x\n",
+                "        x = x + shortcut\n        x = self.norm3(x)\n        shortcut = x\n",
+            ),
+            ("        return x\n\n\nclass GPT", "        return self.norm3(x)\n\n\nclass GPT"),
+        ],
+        "extra_ln",
+        ["x = self.norm3(x)", "return self.norm3(x)"],
+    ),
     "norms in a module around them": (
         [*POST_NORM, ("class Block(", WRAPPED_NORM.lstrip()), ("= LayerNorm(dim)", "= Norm(dim)")],
         "post_ln",

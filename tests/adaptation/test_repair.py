@@ -879,6 +879,11 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["n_embd_mismatch"],
         "        emb_dim = 48\n",
     ),
+    "the final norm at the end of the loop": (
+        [("        x = self.final_norm(x)\n", "            x = self.final_norm(x)\n")],
+        ["extra_ln"],
+        "            x = block(x)\n        x = self.final_norm(x)\n",
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],

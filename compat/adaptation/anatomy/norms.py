@@ -218,7 +218,8 @@ class NormPlaces:
         named: norms by names such as `h.0.ln_1`.
         post: names of norms on the residual stream after a sum (post-LN).
         on_output: names of norms on a branch's result before the sum.
-        extra: norms that GPT-2 does not have, by position: "embed", "h.0.attn", "h.0.mlp".
+        extra: norms that GPT-2 does not have, by position: "embed", "h.0.resid_mid" and "h.0.out"
+            for the residual stream, "h.0.attn" and "h.0.mlp" for the result of a branch.
         from_norm: names of norms from whose result the shortcut starts.
         cross: norms of cross-attention.
         missing: names of norms that were not found.
@@ -271,8 +272,10 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
         _name(places, number, branch, following)
         if number % 2 and anatomy.layers[number // 2].cross:
             places.cross += branch.stream
-    for norm in branches[0].stream if branches else []:
-        places.extra["embed"] = norm
+    for number, branch in branches.items():
+        if number % 2 == 0 or not anatomy.layers[number // 2].cross:
+            for norm in branch.stream:
+                places.extra[_stream_before(number)] = norm
     if final:
         places.named["ln_f"] = final.pop()
     else:
@@ -286,6 +289,14 @@ def _names(number: int) -> tuple[str, str]:
     """Return the names of a branch's norm and of the branch, by its number over all layers."""
     layer, second = divmod(number, 2)
     return f"h.{layer}.ln_{second + 1}", f"h.{layer}.{'mlp' if second else 'attn'}"
+
+
+def _stream_before(number: int) -> str:
+    """Return the tap of the residual stream that a branch starts from."""
+    layer, second = divmod(number, 2)
+    if second:
+        return f"h.{layer}.resid_mid"
+    return f"h.{layer - 1}.out" if layer else "embed"
 
 
 def _is_post(places: NormPlaces, number: int) -> bool:

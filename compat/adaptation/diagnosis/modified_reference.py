@@ -33,8 +33,9 @@ class Changes:
             zero, and a norm without a weight is skipped.
         norm_fields: fields of `NormFormula`, by the norm's name and the field's.
         norm_formula: other formulas of norms, by name.
-        extra_norm: norms that GPT-2 does not have, by position: "embed", "final", "h.0.attn",
-            "h.0.mlp" for the output of a branch, or "h.0.ln_1.before".
+        extra_norm: norms that GPT-2 does not have, by position: the tap of the residual stream
+            that they follow, such as "embed" or "h.0.out"; "final"; "h.0.attn" or "h.0.mlp" for
+            the output of a branch; or "h.0.ln_1.before".
         post_norm: names of norms that are applied after the residual sum.
         norm_on_output: names of norms that are applied to the output of the branch.
         residual_from_norm: names of norms after which the residual connection starts.
@@ -137,7 +138,8 @@ class ModifiedReference:
         for i in range(self.config.n_layer if n_layer is None else n_layer):
             start, x = x, self._block(i, x)
             self.taps[f"h.{i}.out"] = x
-            x = self._stream(f"h.{i}.out", x + start if i in self.changes.input_again else x)
+            x = x + start if i in self.changes.input_again else x
+            x = self._stream(f"h.{i}.out", self._extra_norm(f"h.{i}.out", x))
         x = self.taps["ln_f"] = self._norm("ln_f", self._extra_norm("final", x))
         head = self.weights.get("lm_head.weight", self.weights["wte.weight"])
         self.taps["logits"] = x @ head.T * self.changes.head_scale
@@ -162,7 +164,7 @@ class ModifiedReference:
         if ln_1 in changes.post_norm:
             mid = self._norm(ln_1, mid)
         self.taps[f"h.{i}.resid_mid"] = mid
-        mid = self._stream(f"h.{i}.resid_mid", mid)
+        mid = self._stream(f"h.{i}.resid_mid", self._extra_norm(f"h.{i}.resid_mid", mid))
         if i in changes.no_mlp:
             return mid
         source = x if i in changes.parallel else mid

@@ -193,13 +193,14 @@ def unknown_norm(context: DiagnosisContext) -> Iterator[Deviation]:
 def extra_ln(context: DiagnosisContext) -> Iterator[Deviation]:
     extra = context.places.extra
     if extra:
+        graph, model = context.graph, context.model
         first, norm = next(iter(extra.items()))
-        place = source.norm_call(context.graph, context.model, norm)
-        built = source.torch_built(context.model, [norm.end])
-        functions = {position: _function(context.graph, n) for position, n in extra.items()}
-        tap = {"embed": "h.0.ln_1", "final": "ln_f"}.get(first, first.removesuffix(".before"))
-        changes = Changes(extra_norm=functions)
-        yield Deviation(tap, place, {}, changes, lines=[place, built])
+        lines = [source.norm_call(graph, model, each) for each in extra.values()]
+        lines += [source.torch_built(model, [each.end]) for each in extra.values()]
+        functions = {position: _function(graph, each) for position, each in extra.items()}
+        of_branch = first.endswith((".attn", ".mlp", ".before"))
+        tap = first.removesuffix(".before") if of_branch else context.tap_after(norm.end)
+        yield Deviation(tap, lines[0], {}, Changes(extra_norm=functions), lines=lines)
 
 
 def _function(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:

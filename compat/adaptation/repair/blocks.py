@@ -358,6 +358,22 @@ def norm_of_branches(site: Site) -> Iterator[Edits]:
 
 
 @fixes("extra_ln")
+def norm_after_loop(site: Site) -> Iterator[Edits]:
+    """Move a norm from the end of the loop over the blocks to the line after it."""
+    source, statement = site.source, site.statement
+    loop = source.parents.get(statement)
+    if (
+        isinstance(loop, ast.For)
+        and len(loop.body) > 1
+        and statement is loop.body[-1]
+        and any(_is_norm(site, call) for call in site.calls)
+        and statement.lineno == statement.end_lineno
+        and source.text[: source.span(statement)[0]].rpartition("\n")[2].isspace()
+    ):
+        yield [source.remove(statement), source.insert_after(loop, source.code(statement))]
+
+
+@fixes("extra_ln")
 def removed_norm(site: Site) -> Iterator[Edits]:
     """Remove the call of a norm, and the module that is then not used."""
     source = site.source
