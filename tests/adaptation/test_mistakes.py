@@ -1093,6 +1093,19 @@ LINES: dict[str, tuple[Edits, str, list[str]]] = {
         "extra_ln",
         ["nn.Sequential("],
     ),
+    "blocks that all read the embeddings": (
+        [
+            ("            x = block(x)\n", "            y = block(x)\n"),
+            ("self.final_norm(x)", "self.final_norm(y)"),
+        ],
+        "n_layer_mismatch",
+        ["y = block(x)"],
+    ),
+    "one norm for both branches": (
+        [("self.norm2(x)", "self.norm1(x)  # again")],
+        "shared_parameters",
+        ["# again"],
+    ),
     "the final norm after every block": (
         [("        x = self.final_norm(x)\n", "            x = self.final_norm(x)\n")],
         "extra_ln",

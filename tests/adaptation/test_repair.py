@@ -879,6 +879,12 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["n_embd_mismatch"],
         "        emb_dim = 48\n",
     ),
+    "blocks that all read the embeddings": (
+        [("            x = block(x)\n", "            y = block(x)\n"),
+         ("self.final_norm(x)", "self.final_norm(y)")],
+        ["n_layer_mismatch"],
+        "            x = block(x)\n        x = self.final_norm(x)\n",
+    ),
     "the final norm at the end of the loop": (
         [("        x = self.final_norm(x)\n", "            x = self.final_norm(x)\n")],
         ["extra_ln"],

@@ -228,8 +228,8 @@ def explain(code: str) -> str:
     Raises:
         KeyError: the code is not in the registry.
     """
-    sizes = code == "n_embd_mismatch"
-    fix = "n_embd=<expected>" if sizes else 'F.gelu(x, approximate="tanh")'
+    size = code.removesuffix("_mismatch")
+    fix = f"{size}=<expected>" if size != code else 'F.gelu(x, approximate="tanh")'
     return compose(CODES[code], EXPLANATIONS[code], fix)
 
 

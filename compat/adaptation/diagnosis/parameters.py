@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,9 +81,7 @@ def _rows(context: DiagnosisContext, hf: str) -> int | None:
     return assigned[1].wanted if assigned and isinstance(assigned[1], Rows) else None
 
 
-@deviation(
-    "the number of layers is {found}, but the checkpoint's is {expected}", "n_layer={expected}"
-)
+@deviation("the number of layers is {found}, but the checkpoint's is {expected}", "{fix}")
 def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     found, expected = len(context.anatomy.layers), context.config.n_layer
     if found == expected:
@@ -98,15 +97,24 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     blocks, *numbered = re.split(r"\.\d+\.", first)
     # The list of blocks; without one, the first module of the only block.
     place = source.building(context.model, blocks if numbered else first.split(".")[0])
+    values: dict[str, Any] = {"found": found, "expected": expected, "fix": f"n_layer={expected}"}
+    message = ""
+    if numbered and len([*context.model.get_submodule(blocks).children()]) == expected > found:
+        anatomy = context.anatomy
+        place = source.calling(context.graph, context.model, anatomy.layers[0].attn, anatomy.head)
+        values["fix"] = "x = block(x)"
+        message = (
+            "the logits depend on {found} of the {expected} layers only, because the results of "
+            "the others are not used"
+        )
     if place is None and "wte.weight" in assigned:
         table = names[assigned["wte.weight"][0][0]]
         place = source.building(context.model, table.split(".")[0])
     if not found:
         place = source.running(context.graph, [context.anatomy.head])
-    values = {"found": found, "expected": expected}
     changes = Changes(n_layer=found) if found < expected else None
     tap = f"h.{min(found, expected) - 1}.out" if found else "ln_f"
-    yield Deviation(tap, place, values, changes)
+    yield Deviation(tap, place, values, changes, message=message)
 
 
 @deviation(
@@ -419,6 +427,8 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
     if whole and list(blocks) == whole:
         values = {"tensors": f"the blocks {listed([first_block, *(f'h.{i}' for i in whole)])}"}
         lines.append(source.building(context.model, _own_path(context, first_block)))
+    elif within := _within_blocks(shared):
+        values = {"tensors": within}
     else:
         values = {"tensors": listed([other, *collapse_layers(list(shared))])}
     values["part"] = part
@@ -428,6 +438,17 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
     )
     changes = Changes(weights=weights) if same else None
     yield Deviation(_first_tap(hf), place, values, changes, lines=lines)
+
+
+def _within_blocks(shared: Mapping[str, str]) -> str:
+    """Return `in h.{0…3}, ln_1 and ln_2` if blocks share no tensors with others, otherwise ""."""
+    pairs = [[re.fullmatch(r"h\.(\d+)\.(.+)\.\w+", n) for n in pair] for pair in shared.items()]
+    if not all(n and held and n[1] == held[1] for n, held in pairs):
+        return ""
+    parts = dict.fromkeys(n[2] for pair in pairs for n in reversed(pair) if n)
+    blocks = dict.fromkeys(f"h.{n[1]}.part" for n, _ in pairs if n)
+    [layers] = collapse_layers(list(blocks))
+    return f"in {layers.removesuffix('.part')}, {listed(list(parts))}"
 
 
 def _assigned(context: DiagnosisContext, block: str) -> list[str]:

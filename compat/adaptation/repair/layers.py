@@ -23,6 +23,18 @@ def _numbers(site: Site, source: Source, node: ast.AST) -> list[str]:
 
 
 @fixes("n_layer_mismatch")
+def stream_through_blocks(site: Site) -> Iterator[Edits]:
+    """Let the next block read the result of a block, in `for block in blocks: y = block(x)`."""
+    source = site.source
+    match site.statement:
+        case ast.Assign([ast.Name(result)], ast.Call(args=[ast.Name(stream), *_])) if (
+            result != stream and source.parent(site.statement, ast.For)
+        ):
+            names = source.nodes(ast.Name, site.function)
+            yield [source.replace(name, stream) for name in names if name.id == result]
+
+
+@fixes("n_layer_mismatch")
 def generated_blocks(site: Site) -> Iterator[Edits]:
     """Build the checkpoint's number of blocks in place of blocks that are written out."""
     source, found = site.source, site.finding.values["found"]
