@@ -301,6 +301,19 @@ def test_optional_caches_that_are_read_are_passed() -> None:
     assert torch.equal(find_signature(Cached(), IDS)(Cached(), IDS), LOGITS)
 
 
+@pytest.mark.parametrize("default", [None, True])
+def test_a_model_whose_cache_cannot_be_built_is_called_without_one(default: bool | None) -> None:
+    class Cached(nn.Module):
+        def forward(self, ids: Tensor, use_cache: bool | None = default) -> Tensor:
+            if use_cache is not False:  # None stands for the config's value
+                raise AttributeError("DynamicCache has no from_legacy_cache")
+            return LOGITS
+
+    signature = find_signature(Cached(), IDS)
+    assert [name for name, _ in signature.arguments] == ["use_cache"]
+    assert torch.equal(signature(Cached(), IDS), LOGITS)
+
+
 @pytest.mark.parametrize("needed", [True, False])
 def test_an_optional_padding_mask_is_passed_only_if_it_is_read(needed: bool) -> None:
     class Masked(nn.Module):

@@ -195,6 +195,8 @@ def _values(name: str) -> tuple[Value, ...]:
         return _nothing, lambda model, ids: torch.zeros_like(ids)
     if name.endswith("ids"):
         return _nothing, lambda model, ids: ids
+    if re.match("use_|output_", name):
+        return (_no,)
     if re.search("cache|past|kv|mems?$|memory|state", name):
         return _nothing, _nothing_for_each_layer
     if "mask" in name:
@@ -231,6 +233,10 @@ def _text(text: str, model: nn.Module, ids: Tensor) -> str:
 
 def _yes(model: nn.Module, ids: Tensor) -> bool:
     return True
+
+
+def _no(model: nn.Module, ids: Tensor) -> bool:
+    return False
 
 
 def _ones(model: nn.Module, ids: Tensor) -> Tensor:
@@ -348,17 +354,20 @@ def _signatures(model: nn.Module, last: bool) -> list[tuple[str, CallSignature]]
 
 
 def _with_optional_arguments(model: nn.Module) -> list[tuple[str, CallSignature]]:
-    """Return the call with a list of empty caches, or with a mask without padding.
+    """Return the call with a list of empty caches, with a mask without padding, or without a cache.
 
-    Some code reads these arguments although they are optional.
+    Some code reads the first two although they are optional. A cache may need another version of a
+    library than is installed.
     """
     needed = [(name, _values(name)[0]) for name in required_arguments(model)]
     found = []
     for name, parameter in inspect.signature(model.forward).parameters.items():
-        if parameter.default is not None:
-            continue
         values: dict[str, Value] = {}
-        if _nothing_for_each_layer in _values(name):
+        if name == "use_cache" and parameter.default in (None, True):
+            values = {"False": _no}
+        elif parameter.default is not None:
+            continue
+        elif _nothing_for_each_layer in _values(name):
             values = {"[None, …]": _nothing_for_each_layer}
         elif "mask" in name:
             values = {"ones": _ones}
