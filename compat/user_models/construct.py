@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import io
 import json
+import logging
 import math
 import re
 import sys
@@ -162,10 +163,15 @@ def construct_with_call(
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Run the body without output and warnings."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Run the body without output, warnings and messages of loggers."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _built(
@@ -179,7 +185,7 @@ def _built(
     described = _described_call(target, arguments)
     with translated(f"{_call(target, arguments)} cannot be built", advice=MAKE_MODEL):
         with _entries_known(target, arguments, config), resized(target, config):
-            model = _constructed(target, arguments)
+            model = _constructed(target, arguments, config)
             for module in getattr(model, "modules", list)():
                 hash(module)  # which torch needs; a class with __eq__ alone has none
     if not isinstance(model, nn.Module):
@@ -188,27 +194,57 @@ def _built(
     return model, described
 
 
-class _InitializedVectors(TorchFunctionMode):
-    """Fills `torch.empty(C)` with ones.
+class _NewTensors(TorchFunctionMode):
+    """Fills `torch.empty(C)` with ones, and limits the size of all new tensors together.
 
     Authors that load weights of their own leave parameters uninitialized, as in `self.weight =
     nn.Parameter(torch.empty(C))` of a norm. A parameter that no checkpoint fills would make every
-    run different, or its logits NaN.
+    run different, or its logits NaN. An author's own sizes, such as 32 layers of width 4096, or a
+    mask for 65,536 positions, may need more memory than there is, so that the system would end the
+    process without a message.
     """
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        weights = 12 * config.n_layer * config.n_embd**2 + config.vocab_size * config.n_embd
+        self.limit = 4 * weights + 2**29  # elements; the constant allows sizes fixed in the code
+        self.elements = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _FACTORIES:
+            self._count(func, args, kwargs)
+        found = func(*args, **kwargs)
         if func is torch.empty and found.dim() == 1 and found.is_floating_point():
             found.fill_(1.0)
         return found
 
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise a MemoryError if a new tensor would exceed the limit, before it is created."""
+        meta = torch.device("meta")
+        if meta in (torch.get_default_device(), torch.device(kwargs.get("device") or "cpu")):
+            return
+        with contextlib.suppress(Exception):  # the call itself raises it with the user's line
+            size = {name: each for name, each in kwargs.items() if name != "generator"}
+            self.elements += func(*args, **{**size, "device": meta}).numel()
+        if self.elements > self.limit:
+            raise MemoryError(f"its tensors have more than {self.limit:,} elements")
 
-def _constructed(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
+
+_FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+
+
+def _constructed(
+    target: Callable[..., nn.Module], arguments: Mapping[str, Any], config: GPT2Config
+) -> nn.Module:
     """Return what the target returns, also if it has a list of tied weights, as in transformers 4.
 
     Version 5 expects a dictionary in its place. The head is tied as version 4 tied it.
+
+    Raises:
+        MemoryError: the tensors are far larger than those of a model with the sizes of `config`.
     """
     values = [value for module in user_modules(target) for value in list(vars(module).values())]
     lists: dict[Any, list[str]] = {
@@ -218,7 +254,7 @@ def _constructed(target: Callable[..., nn.Module], arguments: Mapping[str, Any])
     for cls in lists:
         cls._tied_weights_keys = {}
     try:
-        with _InitializedVectors():
+        with _NewTensors(config):
             model: Any = target(**arguments)
     finally:
         for cls, names in lists.items():
@@ -279,7 +315,7 @@ def _other_way(
         with contextlib.suppress(Exception, SystemExit):
             arguments = _found_arguments(target, sizes, merged(own or {}, kwargs), None)
             with resized(target, sizes):
-                return _runs(_constructed(target, arguments), sizes)
+                return _runs(_constructed(target, arguments, sizes), sizes)
         return False
 
     if runs(config.n_embd):
@@ -436,7 +472,7 @@ def _tried(
     """
     arguments = _found_arguments(target, sizes, kwargs, None)
     with _entries_known(target, arguments, sizes), resized(target, sizes):
-        model = _constructed(target, arguments)
+        model = _constructed(target, arguments, sizes)
         try:
             found = _called(model, sizes)
         except ModuleNotFoundError:

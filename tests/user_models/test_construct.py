@@ -1360,3 +1360,11 @@ class GPT(Core):
 """
     model = build(tmp_path, source)
     assert model.sizes[:2] == (24, 96) and model.extra is False
+
+
+def test_tensors_that_are_far_too_large_for_the_checkpoint_are_not_created(tmp_path: Path) -> None:
+    """2 · 60,000² elements take 29 GB: the system may end a process that asks for them."""
+    source = gpt("", NOTHING) + "        self.mask = torch.ones(2, 60_000, 60_000)\n"
+    with pytest.raises(AdaptError, match="MemoryError: its tensors have more than 53") as error:
+        build(tmp_path, source)
+    assert "self.mask = torch.ones(2, 60_000, 60_000)" in str(error.value)
