@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from compat.user_code import live_cell
+from compat.user_code import place
 
 if TYPE_CHECKING:
     from compat.inspection import Inspection
@@ -155,14 +153,6 @@ def limits(report: ParityReport) -> list[str]:
         f"{place(limit.file, limit.line)}: {limit.message}" if limit.file else limit.message
         for limit in report.limits
     ]
-
-
-def place(file: str, line: int | None) -> str:
-    """Return `file:line`, relative to the working directory, or `In[5]:line` of a cell."""
-    file = live_cell(file) or file
-    with contextlib.suppress(ValueError):
-        file = str(Path(file).relative_to(Path.cwd()))
-    return file if line is None else f"{file}:{line}"
 
 
 def further_places(lines: Sequence[str]) -> list[str]:

@@ -14,7 +14,8 @@ from compat.dialects import dialect_of
 from compat.errors import listed
 from compat.name_map import NameMap
 from compat.parity import ParityReport, check_parity
-from compat.summary import further_places, place
+from compat.summary import further_places
+from compat.user_code import place
 
 
 def assert_parity(

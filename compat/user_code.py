@@ -189,3 +189,11 @@ def live_cell(filename: str) -> str | None:
     shell = ipython.get_ipython() if ipython is not None else None
     numbers = getattr(getattr(shell, "compile", None), "_filename_map", {})
     return f"In[{numbers[filename]}]" if filename in numbers else None
+
+
+def place(file: str, line: int | None) -> str:
+    """Return `file:line`, relative to the working directory, or `In[5]:line` of a cell."""
+    file = live_cell(file) or file
+    with contextlib.suppress(ValueError):
+        file = str(Path(file).relative_to(Path.cwd()))
+    return file if line is None else f"{file}:{line}"

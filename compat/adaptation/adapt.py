@@ -581,13 +581,16 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
             for parameter, value in zip(parameters, values, strict=True):
                 parameter.copy_(value)
 
-    before, incompatible = values(), None
+    before, incompatible, unknown = values(), None, error
     for attempt in by_graph:
         with suppress(CompatError):
             try:
                 adaptation = attempt()
             except BatchFirst as found:  # it has parts that GPT-2 does not have
                 adaptation = _judge_batch_first(run, found, partial=True)
+            except UnknownPart as found:
+                unknown = found  # of the last attempt, which accepts the most structures
+                raise
             if adaptation:
                 return adaptation
             if adaptation is not None and incompatible is None:
@@ -601,8 +604,8 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
         restore(loaded)
         return adaptation
     restore(before)
-    if isinstance(error, UnknownPart):
-        return _survey(run, error)
+    if isinstance(error, UnknownPart) and isinstance(unknown, UnknownPart):
+        return _survey(run, unknown)
     raise AdaptError(f"{error}. {BY_HAND}") from error
 
 

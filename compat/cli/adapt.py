@@ -29,7 +29,8 @@ from compat.cli.output import (
 )
 from compat.display import page
 from compat.errors import collapse_layers, listed
-from compat.summary import SEVERITY, further_places, place
+from compat.summary import SEVERITY, further_places
+from compat.user_code import place
 
 if TYPE_CHECKING:
     from compat.adaptation.repair.repair import Target

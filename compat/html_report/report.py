@@ -27,10 +27,10 @@ from compat.summary import (
     layers,
     limits,
     number,
-    place,
     properties,
     sensitivity,
 )
+from compat.user_code import place
 
 KIND_TITLES = {
     "accumulated": "Accumulated: both models run from the input ids",

@@ -869,6 +869,69 @@ def test_the_rest_of_a_model_with_experts_is_examined(tiny: Path, tmp_path: Path
     assert {name.split(".")[2] for name in adaptation.unmatched} == {"mlp"}
 
 
+ROUTED = """class Expert(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.gate, self.up = nn.Linear(dim, 2 * dim), nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.shared, self.router = Expert(dim), nn.Linear(dim, 3)
+        self.experts = nn.ModuleList([Expert(dim) for _ in range(3)])
+        self.register_buffer("preferred", torch.tensor([0.0, 0.0, -1e9]))
+
+    def forward(self, x):
+        flat = x.view(-1, x.shape[-1])
+        chosen = (self.router(flat) + self.preferred).topk(1, dim=-1).indices[:, 0]
+        out = self.shared(flat)
+        routed = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            mask = chosen == i
+            if mask.any():
+                routed[mask] += expert(flat[mask])
+        return (out + routed).view(x.shape)
+
+
+class Block"""
+
+
+def test_tokens_may_be_routed_to_experts(tiny: Path, tmp_path: Path) -> None:
+    """How many tokens an expert reads depends on the weights; one expert reads none."""
+    start, end = GPT.index("class FeedForward"), GPT.index("class Block")
+    latent = [
+        ("self.W_key = nn.Linear(dim, dim)",
+         "self.narrow, self.W_key = nn.Linear(dim, dim // 2), nn.Linear(dim // 2, dim)"),
+        ("keys = self.W_key(x)", "keys = self.W_key(self.narrow(x))"),
+    ]  # fmt: skip
+    experts = [(GPT[start : end + len("class Block")], ROUTED)]
+    for edits, more in (([], set()), (latent, {"latent_attention"})):
+        adaptation = adapted(tiny, tmp_path, [*experts, *edits])
+        found = {f.code for f in adaptation.findings} - {"train_mode", "untied_head"}
+        assert found == {"unknown_mlp", "silu", *more}
+        assert {name.split(".")[2] for name in adaptation.unmatched} <= {"mlp", "attn"}
+        assert "as in a mixture of experts" in only_finding(adaptation, "unknown_mlp").message
+
+
+def test_a_further_branch_before_the_mlp_is_named(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("        self.ff = FeedForward(dim)", "        self.ff = FeedForward(dim)\n"
+         "        self.a, self.b = nn.Linear(dim, 9), nn.Linear(9, dim)"),
+        ("        x = x + shortcut\n        shortcut = x",
+         "        x = x + shortcut\n        x = x + self.b(torch.tanh(self.a(x)))\n"
+         "        shortcut = x"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = only_finding(adaptation, "extra_projection")
+    assert "torch.tanh(self.a(x))" in (found.source_line or "") and found.tap == "h.0.attn"
+    assert not adaptation.unmatched
+
+
 @pytest.mark.parametrize("gated", ["F.silu(a) * b", 'a * F.gelu(b, approximate="tanh")'])
 def test_a_gate_from_the_same_projection_is_named(tiny: Path, tmp_path: Path, gated: str) -> None:
     edits = [

@@ -758,7 +758,14 @@ class _Dissection:
             return [*found, None, None, None][:3]
         if len(found) == 2 and sources(found[1]) <= {found[0]}:
             return [found[0], None, found[1]]
+        last = self._last_mlp(found) if self.partial else None
+        if last is not None and last[0] is not None and not self._is_one_branch(found, until):
+            if size(last[0])[-1] > size(found[0])[-1]:  # an MLP is wider than other branches
+                return last
         gated = len(found) > 2 and sources(found[2]) == set(found[:2])
+        beside = gated and any(not sources(n) & {*found} for n in found[3:])  # as other experts
+        if self.partial and beside and self._is_one_branch(found, until):
+            return [None, None, None]
         if self.partial and gated:
             return [found[0], found[1], found[2], *found[3:]]
         if self.partial and len(found) > 2 and sources(found[1]) == {found[0]}:
@@ -773,6 +780,8 @@ class _Dissection:
             ]
         if self.partial and self._is_one_branch(found, until):
             return [None, None, None]
+        if last is not None:
+            return last
         why = ""
         if len(found) == 2:
             why = ". The second one has inputs beside the result of the first"
@@ -785,6 +794,19 @@ class _Dissection:
             f"but the two of an MLP were expected{why}",
             found,
         )
+
+    def _last_mlp(self, found: list[Node]) -> list[Node | None] | None:
+        """Return an MLP that ends a block, and the projections of other branches before it."""
+        sources = self.index.sources
+        for n in range(1, len(found) - 1):
+            others, mlp = found[:n], found[n:]
+            if any(not self.graph.ancestors[node].isdisjoint(mlp) for node in others):
+                continue
+            if len(mlp) == 2 and sources(mlp[1]) == {mlp[0]}:
+                return [mlp[0], None, mlp[1], *others]
+            if len(mlp) == 3 and sources(mlp[2]) == {mlp[0], mlp[1]}:
+                return [*mlp, *others]
+        return None
 
     def _is_one_branch(self, projections: list[Node], until: list[Node]) -> bool:
         """Return whether projections compute one residual branch from nothing but its input."""

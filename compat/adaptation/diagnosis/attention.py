@@ -380,11 +380,11 @@ def rope(layer: LayerAttention) -> Deviation | None:
 def _rotation(layer: LayerAttention) -> Changes | None:
     """Return the measured rotation; None if it could not be measured.
 
-    It is left out if the heads are not as wide as the checkpoint's.
+    It cannot be if the heads are not as wide as the checkpoint's.
     """
     context, name = layer.context, f"h.{layer.i}.attn.c_attn"
     if math.prod(layer.attention.q.index.shape[1::2]) != context.config.n_embd:
-        return Changes()
+        return None
     weight, bias = context.weights[f"{name}.weight"], context.weights.get(f"{name}.bias")
     assigned = context.mapping.by_tensor
     if bias is None or f"{name}.bias" not in assigned:

@@ -184,9 +184,8 @@ def _product_before(context: DiagnosisContext, layer: Layer) -> Node:
 )
 def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
-        if layer.extra:
+        if layer.extra and layer.fc is not None and layer.mlp_proj is not None:
             n = len(layer.extra)
-            assert layer.fc is not None and layer.mlp_proj is not None
             place = source.calling(context.graph, context.model, layer.extra[0], layer.mlp_proj)
             values = {"found": f"{n} projection{'s' * (n > 1)} run{'s' * (n == 1)}"}
             last = i == len(context.layers) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -491,6 +492,21 @@ def _is_mask(parameter: Tensor) -> bool:
     return bool((seen == seen[0]).all() and (hidden == hidden[0]).all() and seen[0] != hidden[0])
 
 
+def _unknown_mlps(context: DiagnosisContext) -> tuple[str, ...]:
+    """Return the prefixes of the parameters of unknown MLPs.
+
+    The names include those of experts that no token was routed to.
+    """
+    graph, prefixes = context.graph, []
+    for _, layer in context.layers:
+        nodes = graph.parameters_between([layer.mlp], [layer.x2]) if layer.unknown else []
+        names = [name.split(".") for node in nodes for name in graph.parameter_names(node)]
+        shared = os.path.commonprefix(names)
+        if len(names) > 1 and any(part.isdigit() for part in shared):  # a module of this layer
+            prefixes.append(".".join([*shared, ""]))
+    return tuple(prefixes)
+
+
 def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviation]:
     """Yield parameters that no tensor fills, without those of parts that have other findings."""
     graph, model = context.graph, context.model
@@ -523,8 +539,10 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     inputs = graph.parameters_between([graph.output], [])
     in_use = {name for node in inputs for name in graph.parameter_names(node)}
     once = {id(p): name for name, p in reversed(by_name.items())}
+    unknown_mlps = _unknown_mlps(context)
     rest = [name for name, p in by_name.items() if once[id(p)] == name
-            and id(p) not in filled and (name in in_use) is used]  # fmt: skip
+            and id(p) not in filled and (name in in_use) is used
+            and (used or not name.startswith(unknown_mlps))]  # fmt: skip
     masks = [name for name in rest if used and _is_mask(by_name[name])]  # which need no weights
     others = [name for name in rest if name not in masks]
     groups: tuple[tuple[list[str], Severity | None], ...] = (others, None), (masks, "info")

@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from compat.config import HALF
 from compat.ops import Affine, WeightNorm
+from compat.user_code import place
 from compat.user_models.notebook import cell_line
 
 aten: Any = torch.ops.aten
@@ -198,10 +199,13 @@ class Graph:
         }
         one, two = self.example, self.example.clone()
         two[0] = one[0].roll(1)
-        before, after = (
-            self.run(merged, {self.input: ids}, random.__getitem__, finite=True)
-            for ids in (one, two)
-        )
+        try:
+            before, after = (
+                self.run(merged, {self.input: ids}, random.__getitem__, finite=True)
+                for ids in (one, two)
+            )
+        except RuntimeError:  # shapes depend on values, as where tokens are routed to experts
+            return set()
         found = set()
         for node, x, y in zip(merged, before, after, strict=True):
             changed = (x != y).reshape(B * T, -1).any(1)
@@ -306,8 +310,8 @@ class Graph:
 
     def at(self, *nodes: Node) -> str:
         """Return " at FILE:LINE" of nodes, for messages; "" where no line is known."""
-        places = [place for node in nodes if (place := self.place(node))]
-        lines = dict.fromkeys(f"{place.file}:{place.line}" for place in places)
+        found = [found for node in nodes if (found := self.place(node))]
+        lines = dict.fromkeys(place(line.file, line.line) for line in found)
         return f" at {', '.join(lines)}" if lines else ""
 
 
