@@ -347,15 +347,30 @@ def test_a_custom_call_of_the_model_can_be_passed(cli: Cli, tiny: Path) -> None:
     assert done.code == 2 and "--forward" in done.err
 
 
-def test_a_model_with_an_unknown_part_is_reported(cli: Cli, tiny: Path) -> None:
-    old, new = "self.merge(y.transpose", "self.merge(x + y.transpose"
+def changed(old: str, new: str) -> str:
+    """Write a variant of the compatible model, and return its target."""
     text = Path("right.py").read_text()
     assert old in text
     Path("part.py").write_text(text.replace(old, new))
-    done = cli("adapt", "part.py:MyGPT", "--model", tiny)
+    return "part.py:MyGPT"
+
+
+def test_a_model_with_an_unknown_part_is_reported(cli: Cli, tiny: Path) -> None:
+    """Every second vector of two copies of the tokens is read."""
+    mlp = "return x + self.down("
+    twice = "x = torch.cat([self.merge(x), x @ self.merge.weight], 1)[:, ::2]"
+    done = cli("adapt", changed(mlp, f"{twice}\n        {mlp}"), "--model", tiny)
     assert done.code == 1 and "✗ mapped 0 of 40 tensors" in done.out
     assert "parity could not be checked: compat does not know a part of the model" in done.out
-    assert "layer 0: 3 projections follow attention at" in " ".join(done.out.split())
+    assert "tokens at part.py:27, as in prompt tuning" in " ".join(done.out.split())
+
+
+def test_a_tensor_that_is_added_to_the_heads_is_reported(cli: Cli, tiny: Path) -> None:
+    target = changed("self.merge(y.transpose", "self.merge(x + y.transpose")
+    done = cli("adapt", target, "--model", tiny)
+    assert done.code == 1 and "✓ mapped 40 of 40 tensors" in done.out
+    assert "the code computes add between the heads and their projection" in done.out
+    assert "confirmed" in done.out
 
 
 def test_a_single_part_is_adapted(cli: Cli, tiny: Path) -> None:

@@ -74,8 +74,9 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
                 finder.names.add(name)
     finally:
         sys.meta_path.remove(finder)
-        for name in [n for n in sys.modules if finder.covers(n)]:
-            del sys.modules[name]
+        for name in [n for n, m in sys.modules.items() if isinstance(m, _MissingModule)]:
+            if finder.covers(name):
+                del sys.modules[name]
 
 
 @contextlib.contextmanager

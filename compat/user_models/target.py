@@ -501,7 +501,8 @@ def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, as
         if isinstance(node, ast.ClassDef):
             value = vars(module).get(node.name)
             bases = [ast.unparse(base) for base in node.bases]
-            named = any(base.endswith("Module") or base in found for base in bases)
+            module_bases = ("Module", "PreTrainedModel")
+            named = any(base.endswith(module_bases) or base in found for base in bases)
             if issubclass(value, nn.Module) if isinstance(value, type) else named:
                 found[node.name] = node
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -501,7 +500,8 @@ def _unknown_mlps(context: DiagnosisContext) -> tuple[str, ...]:
     for _, layer in context.layers:
         nodes = graph.parameters_between([layer.mlp], [layer.x2]) if layer.unknown else []
         names = [name.split(".") for node in nodes for name in graph.parameter_names(node)]
-        shared = os.path.commonprefix(names)
+        same = itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*names, strict=False))
+        shared = [parts[0] for parts in same]
         if len(names) > 1 and any(part.isdigit() for part in shared):  # a module of this layer
             prefixes.append(".".join([*shared, ""]))
     return tuple(prefixes)
