@@ -267,7 +267,7 @@ def adapt(
             adaptation = _adapt_part(model, checkpoint, part, options)
         else:
             adaptation = _adapt_in_own_type(model, checkpoint, options)
-    findings = [unregistered(model, plain) for plain in lists]
+    findings = unregistered(model, lists)
     return replace(adaptation, findings=[*findings, *adaptation.findings])
 
 
@@ -430,6 +430,7 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         mapped.unmatched,
         last_only=mapped.last_only,
         with_targets=signature is not None and signature.targets,
+        input_shape=signature.input_shape if signature is not None else "",
         mask=signature.mask if signature is not None else "",
         fixed_length=None if length_error is None else run.ids.shape[1],
         length_error=length_error,

@@ -202,7 +202,7 @@ MESSAGES = {
     "swapped_ln": "the two norms of the block use each other's weights",
     "no_qkv_bias": "the projection of {part} has no bias, but the checkpoint has {tensors}",
     "extra_ln": "the norm is applied twice, but GPT-2 applies it once",
-    "grouped_query_attention": "{n_head} query heads share {found} heads of keys and values, but "
+    "grouped_query_attention": "{n_head} query heads share {found} of keys and values, but "
     "in GPT-2 every head has its own",
     "shared_kv": "the heads are weighted sums of the keys, but GPT-2 sums the values",
 }

@@ -490,9 +490,9 @@ def _shared_heads(config: GPT2Config) -> Iterator[tuple[Tensor, Values]]:
     H = config.n_head
     heads = torch.arange(H)
     for groups in (g for g in range(1, H) if H % g == 0):
-        size = H // groups
+        size, found = H // groups, f"{groups} head{'s' * (groups > 1)}"
         for index in (heads // size * size, heads // size, heads % groups):
-            yield index, {"n_head": H, "found": groups, "n_embd": config.n_embd}
+            yield index, {"n_head": H, "found": found, "n_embd": config.n_embd}
 
 
 def _fitted_scale(probs: Tensor, scores: Tensor) -> float | None:

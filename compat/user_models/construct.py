@@ -66,6 +66,7 @@ from compat.user_models.trials import (
     nested,
     reassigned,
     small_config,
+    to_turn_off,
     tried,
     unnamed,
     vocabulary,
@@ -420,6 +421,20 @@ def _replaceable(
     return {n: v for n, v in own.items() if kinds.search(plain(_last(n)))}
 
 
+def _unknown_switches(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Return the arguments and entries `use_…` that are on, and whose meaning is not known."""
+    found = {name: value for name, value in arguments.items() if name not in given}
+    entries = {
+        f"{name}.{key}": entry
+        for name, value in found.items() if not isinstance(value, PLAIN)
+        for key, entry in (_entries(value) or _attributes(value)).items()
+    }  # fmt: skip
+    return [
+        name for name, value in {**found, **entries}.items()
+        if value is True and _last(name).startswith("use_") and not neutral(_last(name))[0]
+    ]  # fmt: skip
+
+
 def _inferred(
     target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -434,6 +449,7 @@ def _inferred(
         chosen = better(run, _alternatives(target, arguments, kwargs or {}), {}, config)
         chosen |= unnamed(run, _all_sizes(target, arguments, kwargs or {}), chosen, config)
         chosen |= needed(run, _replaceable(target, small, kwargs or {}), chosen, config)
+        chosen |= to_turn_off(run, _unknown_switches(arguments, kwargs or {}), chosen, config)
         if any(isinstance(v, OWN_CONFIGS) or _attributes(v) for v in arguments.values()):
             run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
@@ -760,8 +776,12 @@ def _arguments(
         inner = _inner_class(cls, parameter)
         is_module = inner is not None and _annotation(parameter) == inner.__name__
         words = None if name in given else vocabulary_for(cls, parameter, config)
+        unpacked = [each for each in forwarded(cls, name) if is_users_class(each[0])]
         if words is not None and not is_module:
             arguments[name] = words
+        elif unpacked and isinstance(entries, Mapping):
+            arguments[name], unknown = _keywords_of(*unpacked[0], config, entries)
+            missing += [f"{name}.{key}" for key in unknown]
         elif isinstance(entries, Mapping) and not is_module and takes_config(cls, parameter, usage):
             arguments[name], unknown = make_config(cls, parameter, usage, config, entries)
             missing += [f"{name}.{key}" for key in unknown]
@@ -784,6 +804,21 @@ def _arguments(
             elif not has_neutral:
                 missing.append(name)
     return arguments, missing
+
+
+def _keywords_of(
+    cls: type[nn.Module], passed: set[str], config: GPT2Config, entries: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the dictionary that a constructor unpacks into another one, as in `MHA(**params)`.
+
+    Args:
+        cls: the class that is built with it.
+        passed: the arguments that are passed beside it.
+        config: the checkpoint's config.
+        entries: entries that the caller sets.
+    """
+    own = {name: p for name, p in _parameters(cls).items() if name not in passed}
+    return _arguments(cls, own, config, dict(entries), {})
 
 
 def _annotation(parameter: Parameter) -> str:

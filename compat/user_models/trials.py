@@ -264,6 +264,30 @@ def needed(
     return found
 
 
+def to_turn_off(
+    run: Run, switches: Iterable[str], chosen: Mapping[str, Value], config: GPT2Config
+) -> dict[str, Value]:
+    """Return the switches to turn off: without them a model has more nearly GPT-2's parameters.
+
+    An example is `use_ndlinear=True`, the author's default, which selects other projections.
+
+    Args:
+        run: builds and calls the user's model.
+        switches: arguments and entries of configs that are on.
+        chosen: values of other arguments and entries.
+        config: the config of the checkpoint.
+    """
+    found = dict[str, Value]()
+    for name in switches:
+        distance, _ = _distance(run, config, {**chosen, **found})
+        if distance:
+            best, _ = _best(
+                run, config, {**chosen, **found}, [{name: constant(False)}], most=distance
+            )
+            found |= best
+    return found
+
+
 def arguments_with(values: Mapping[str, Value], config: GPT2Config) -> dict[str, Any]:
     """Return the arguments `{"config": {"n": 1}, "dim": 2}` for `config.n` and `dim`."""
     return nested({name: value(config) for name, value in values.items()})

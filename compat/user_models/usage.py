@@ -6,6 +6,7 @@ import ast
 import contextlib
 import inspect
 import linecache
+import os
 import re
 import sys
 import textwrap
@@ -158,11 +159,11 @@ def items_of(cls: type, parameter: str) -> dict[str, bool]:
     return {n: bool(re.search(rf"""(?:{holder})\[\s*["']{n}["']""", own)) for n in names}
 
 
-def forwarded(cls: type, parameter: str) -> Iterator[tuple[type, set[str]]]:
-    """Return classes that a constructor passes its **kwargs to, and parameters it sets itself."""
+def forwarded(cls: Callable[..., Any], parameter: str) -> Iterator[tuple[type, set[str]]]:
+    """Return classes that a constructor passes `**parameter` to, and parameters it sets itself."""
     with contextlib.suppress(SyntaxError, TypeError, ValueError):
         own = textwrap.dedent(source_of(inspect.getattr_static(cls, "__init__")))
-        for node in ast.walk(ast.parse(own)):
+        for node in ast.walk(_parsed(own)) if f"**{parameter}" in own else ():
             match node:
                 case ast.Call(ast.Name(name), positional, keywords) if any(
                     k.arg is None and ast.unparse(k.value) == parameter for k in keywords
@@ -173,6 +174,7 @@ def forwarded(cls: type, parameter: str) -> Iterator[tuple[type, set[str]]]:
                         yield inner, {*first, *(k.arg for k in keywords if k.arg)}
 
 
+@lru_cache(maxsize=256)  # finding the end of a function takes milliseconds
 def source_of(function: object) -> str:
     """Return the source of a function; empty if it has none."""
     try:
@@ -280,7 +282,7 @@ def user_modules(target: Callable[..., Any]) -> list[ModuleType]:
     first = sys.modules.get(target.__module__)
     if first is None or not getattr(first, "__file__", None):
         return []
-    folder = Path(str(first.__file__)).parent
+    folder = os.path.join(Path(str(first.__file__)).parent, "")
     found = [first]
     for module in found:  # grows
         values = list(vars(module).values())
@@ -296,8 +298,8 @@ def user_modules(target: Callable[..., Any]) -> list[ModuleType]:
             other = sys.modules.get(name)
             if other is None or other in found:
                 continue
-            path = Path(str(getattr(other, "__file__", None) or "/"))
-            near = folder in path.parents and "site-packages" not in path.parts
+            file = str(getattr(other, "__file__", None) or "/")
+            near = file.startswith(folder) and "site-packages" not in Path(file).parts
             if near or other.__name__ in SIBLINGS:
                 found.append(other)
     return found

@@ -781,6 +781,17 @@ def test_the_mask_argument_of_a_model_without_a_head_is_reported(
 def test_a_time_first_model_that_ignores_its_mask_is_reported(tiny: Path, tmp_path: Path) -> None:
     adaptation = adapted(tiny, tmp_path, [*TIME_FIRST, ("blocks(x, src_mask)", "blocks(x)")])
     assert {f.code for f in adaptation.deviations} == {"no_mask"}
+    shape = only_finding(adaptation, "input_shape")
+    assert "takes ids of shape (T, B), but" in shape.message
+    assert shape.fix == "model(ids.T).transpose(0, 1)"
+
+
+def test_equal_lists_of_all_blocks_are_one_finding(tiny: Path, tmp_path: Path) -> None:
+    up = "        self.up = nn.Linear(dim, 4 * dim)\n"
+    norms = f"{up}        self.norms = [nn.Identity()]\n"
+    edits = [(up, norms), (GELU, f"self.norms[0]({GELU})")]
+    found = only_finding(adapted(tiny, tmp_path, edits), "plain_list")
+    assert found.message.startswith("each of blocks.{0…2}.ff.norms is a Python list of modules")
 
 
 def test_a_model_with_an_unknown_part_keeps_its_weights_and_has_the_other_findings(
@@ -1378,6 +1389,7 @@ def test_the_eps_of_an_rmsnorm_is_a_separate_deviation(
     eps_value = only_finding(adaptation, "eps_value")
     assert f"the norm's eps is {found}, but the checkpoint's is 1e-05" in eps_value.message
     assert "nn.RMSNorm(" in (eps_value.source_line or "")
+    assert all(f.evidence.startswith("confirmed") for f in adaptation.deviations)
     moved = {f.code: float(f.evidence.split(" by ")[1].split()[0]) for f in adaptation.deviations}
     assert moved["eps_value"] < moved["rmsnorm"] / 100  # each change alone
 

@@ -662,6 +662,12 @@ def test_equal_models_are_compatible(tiny: Path, name: str) -> None:
     assert adapt(noisy_model(EQUAL[name]), tiny).compatible
 
 
+def test_the_shape_of_the_ids_is_reported(tiny: Path) -> None:
+    [found] = [f for f in adapt(noisy_model(OneSequence), tiny).findings if f.severity == "info"]
+    assert found.code == "input_shape" and "takes ids of shape (T,), but" in found.message
+    assert "def forward(self, ids: Tensor)" in (found.source_line or "")
+
+
 def test_modules_in_a_plain_list_are_loaded_and_reported(tiny: Path) -> None:
     model = PlainList()
     adaptation = adapt(model, tiny)

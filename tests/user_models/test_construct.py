@@ -1368,3 +1368,58 @@ def test_tensors_that_are_far_too_large_for_the_checkpoint_are_not_created(tmp_p
     with pytest.raises(AdaptError, match="MemoryError: its tensors have more than 53") as error:
         build(tmp_path, source)
     assert "self.mask = torch.ones(2, 60_000, 60_000)" in str(error.value)
+
+
+def test_a_dictionary_that_is_unpacked_has_the_arguments_of_the_class_that_takes_it(
+    tmp_path: Path,
+) -> None:
+    """A config in the module, whose other entries the class does not take, is not passed."""
+    source = """
+class Attention(nn.Module):
+    def __init__(self, d_model, h, max_seq_len, dropout=0.1):
+        super().__init__()
+
+PARAMS = {"d_model": 8, "num_heads": 2, "max_seq_len": 4, "lr": 1e-3}
+
+class GPT(Core):
+    def __init__(self, vocab_size, attention_params, N):
+        sizes = attention_params["d_model"], attention_params["max_seq_len"]
+        super().__init__(vocab_size, *sizes[::-1], N, attention_params["h"])
+        self.attention = Attention(**attention_params)
+"""
+    assert build(tmp_path, source).sizes == SIZES
+
+
+def test_an_unknown_switch_is_off_if_the_model_then_has_the_parameters_of_a_gpt2(
+    tmp_path: Path,
+) -> None:
+    source = """
+@dataclass
+class Config:
+    n_vocab: int = 50257
+    n_ctx: int = 1024
+    n_embd: int = 768
+    n_head: int = 12
+    n_layer: int = 12
+    use_folding: bool = True
+    use_nothing: bool = True
+
+class GPT(Core):
+    def __init__(self, config: Config):
+        c, n = config, config.n_embd
+        switches = c.use_folding, c.use_nothing
+        super().__init__(c.n_vocab, c.n_ctx, n, c.n_layer, c.n_head, switches)
+        self.wte, self.wpe = nn.Embedding(c.n_vocab, n), nn.Embedding(c.n_ctx, n)
+        inner = 5 if c.use_folding else 4 * n
+        layers = [nn.Linear(n, 3 * n), nn.Linear(n, n), nn.Linear(n, inner), nn.Linear(inner, n)]
+        norms = [nn.LayerNorm(n), nn.LayerNorm(n)]
+        self.h = nn.ModuleList(nn.ModuleList([*layers, *norms]) for _ in range(c.n_layer))
+        self.ln_f = nn.LayerNorm(n)
+
+    def forward(self, ids):
+        return self.ln_f(self.wte(ids)) @ self.wte.weight.T
+"""
+    target = load_target(f"{written(tmp_path, source)}:GPT")
+    model, described = construct_with_call(target, CONFIG)
+    assert model.extra == (False, True)
+    assert "your Config has use_folding=True" in described

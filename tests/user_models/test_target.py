@@ -331,6 +331,25 @@ def test_a_library_that_the_model_does_not_need_may_be_missing(tmp_path: Path) -
     )
 
 
+def test_a_package_with_a_missing_module_stays_imported(tmp_path: Path) -> None:
+    """The package's `__init__.py` imports `tokens`, which is not part of the project's copy."""
+    package = tmp_path / "lacking"
+    write(package / "sizes.py", "SIZE = 5")
+    write(package / "__init__.py", "from .gpt import GPT\nfrom .tokens import Tokens\n")
+    path = write(package / "gpt.py", f"from .sizes import SIZE\n{GPT}    size = SIZE")
+    target = load_target(f"{path}")
+    assert target.__name__ == "GPT" and vars(target)["size"] == 5
+    assert target.__module__ in sys.modules and "lacking.tokens" not in sys.modules
+
+
+def test_a_class_of_transformers_is_a_module_before_it_is_executed(tmp_path: Path) -> None:
+    text = "from transformers import PreTrainedModel\n" + GPT
+    text = text.replace("class GPT(nn.Module)", "class GPT(PreTrainedModel)")
+    assert "(PreTrainedModel)" in text
+    path = write(tmp_path / "gpt.py", f"{text}\n\nopen('no such file')\n")
+    assert load_target(f"{path}").__name__ == "GPT"
+
+
 def test_a_module_of_a_library_that_needs_a_missing_one_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

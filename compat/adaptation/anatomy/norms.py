@@ -22,7 +22,6 @@ from compat.adaptation.tracing.graph import (
     MOVES,
     NORM_KERNELS,
     REDUCTIONS,
-    RMS_NORMS,
     SHAPE_ONLY,
     Graph,
     kind,
@@ -34,7 +33,6 @@ from compat.adaptation.tracing.graph import (
 # The path of the first block: `h.0.` or `blocks.block_0.`.
 _FIRST_BLOCK = re.compile(r"(?:\w+\.)*?\w*?(?<!\d)0\.")
 
-FLOAT32_EPS = float(f"{torch.finfo(torch.float32).eps:.3g}")
 CONVOLUTIONS = frozenset("conv1d convolution conv2d".split())
 
 
@@ -188,14 +186,8 @@ def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
         formula = NormFormula(centred, unbiased, *found)
         if not torch.allclose(run(x), formula(x), rtol=1e-7, atol=1e-9):
             return None
-        return replace(formula, eps=FLOAT32_EPS) if _has_no_eps(graph, norm) else formula
+        return formula
     return None
-
-
-def _has_no_eps(graph: Graph, norm: Norm) -> bool:
-    """Return whether a norm is torch's RMSNorm whose eps is None and depends on the data type."""
-    kernels = (n for n in graph.live_between([norm.end], [norm.start]) if kind(n) in RMS_NORMS)
-    return any(n.kwargs.get("eps", dict(enumerate(n.args)).get(3)) is None for n in kernels)
 
 
 def _fit_eps(root: Callable[[float], Tensor], var: Tensor) -> tuple[float, bool] | None:

@@ -484,13 +484,14 @@ def no_head_split_transpose(layer: LayerAttention) -> Deviation | None:
 
 
 @deviation(
-    "{n_head} query heads share {found} heads of keys and values, but in GPT-2 every query head "
+    "{n_head} query heads share {found} of keys and values, but in GPT-2 every query head "
     "has its own, so c_attn cannot be loaded",
     "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
 )
 @each_layer
 def grouped_query_attention(layer: LayerAttention) -> Deviation | None:
-    if not layer.attention.kv_heads:
+    kv_heads = layer.attention.kv_heads
+    if not kv_heads:
         return None
     place = source.running(layer.graph, [layer.op.k.node]) or layer.scores_line
     keys = layer.graph.between([layer.op.k.node], [layer.layer.x1])
@@ -499,7 +500,7 @@ def grouped_query_attention(layer: LayerAttention) -> Deviation | None:
     lines = [place, source.running(layer.graph, projections)]
     lines += [source.built(layer.context.model, layer.graph.names[n]) for n in weights[:1]]
     values = {
-        "found": layer.attention.kv_heads,
+        "found": f"{kv_heads} head{'s' * (kv_heads > 1)}",
         "n_head": layer.attention.q.index.shape[1],
         "n_embd": layer.context.config.n_embd,
     }

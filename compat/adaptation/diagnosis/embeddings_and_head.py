@@ -259,3 +259,18 @@ def last_position_only(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(None, source.running(context.graph, [context.last_only]))
     elif context.with_targets:
         yield Deviation(None, source.matching(context.model, r"\[:, *\[? *-1|\[:, *-1 *:"))
+
+
+@deviation(
+    "the model takes ids of shape {found}, but GPT-2 takes (B, T), so compat {how}",
+    "{call}",
+    severity="info",
+)
+def input_shape(context: DiagnosisContext) -> Iterator[Deviation]:
+    if context.input_shape:
+        how, call = {
+            "(T, B)": ("transposed the ids and the logits", "model(ids.T).transpose(0, 1)"),
+            "(T,)": ("called it for each sequence", "torch.stack([model(row) for row in ids])"),
+        }[context.input_shape]
+        values = {"found": context.input_shape, "how": how, "call": call}
+        yield Deviation(None, source.matching(context.model, r"def forward\("), values)

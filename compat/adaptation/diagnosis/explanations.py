@@ -193,6 +193,8 @@ EXPLANATIONS = {
     "token from the tokens after it, so parity was shown for calls with the argument only.",
     "fixed_length": "A mask or a table of positions that is not cut to the length of the input "
     "fits only a full context. Generation begins with a short prompt and fails at once.",
+    "input_shape": "The weights do not depend on the order of the axes of ids and logits, but code "
+    "that calls the model has to pass the ids as the model expects them.",
     "last_position_only": "Models that only generate need only the last position. Training and "
     "scoring need all of them.",
     "dropout_always_on": "F.dropout has training=True by default, so it also drops values in eval "

@@ -86,11 +86,19 @@ def mixed_types(model: nn.Module) -> Finding:
     return finding(deviation, "limit", "a copy that agrees is compared in its own types as well")
 
 
-def unregistered(model: nn.Module, plain: PlainList) -> Finding:
-    """Return the finding for modules in a Python list."""
-    values = {"found": plain.path, "kind": type(plain.value).__name__, "name": plain.name}
-    place = source.building(model, plain.path)
-    return finding(Deviation(None, place, values, code="plain_list"), "breaks", "")
+def unregistered(model: nn.Module, lists: Sequence[PlainList]) -> list[Finding]:
+    """Return a finding for each line that keeps modules in Python lists."""
+    by_line: dict[tuple[Place | None, str, str], list[str]] = {}
+    for plain in lists:
+        line = source.building(model, plain.path), type(plain.value).__name__, plain.name
+        by_line.setdefault(line, []).append(plain.path)
+    found = []
+    for (place, kind, name), paths in by_line.items():
+        each = "each of " if len(paths) > 1 else ""
+        values = {"found": each + listed(collapse_layers(paths)), "kind": kind, "name": name}
+        deviation = Deviation(None, place, values, code="plain_list")
+        found.append(finding(deviation, "breaks", ""))
+    return found
 
 
 def to_findings(

@@ -115,7 +115,7 @@ def unbiased_var(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def _eps(context: DiagnosisContext, formula: NormFormula) -> dict[str, float]:
-    return {"found": formula.eps, "expected": context.config.layer_norm_epsilon}
+    return {"found": float(f"{formula.eps:.3g}"), "expected": context.config.layer_norm_epsilon}
 
 
 @deviation(

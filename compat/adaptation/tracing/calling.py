@@ -149,6 +149,11 @@ class CallSignature:
     mask: str = ""
     time_first: bool = False
 
+    @property
+    def input_shape(self) -> str:
+        """The shape of the ids that the model takes, if it is not (B, T)."""
+        return "(T, B)" if self.time_first else "(T,)" if self.rows == 0 else ""
+
     def without_targets(self) -> CallSignature:
         """Return the call without targets, which returns the logits of the last position."""
         arguments = tuple(pair for pair in self.arguments if pair[0] not in TARGETS)

@@ -25,7 +25,7 @@ from compat.adaptation.tracing.calling import (
     global_state,
     plain_kernels,
 )
-from compat.adaptation.tracing.graph import DRAWS, MOVES, Graph, Place, aten, kind
+from compat.adaptation.tracing.graph import DRAWS, MOVES, RMS_NORMS, Graph, Place, aten, kind
 from compat.errors import AdaptError
 from compat.parity.dispatch import DispatchMode
 from compat.user_code import is_users
@@ -159,6 +159,8 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return func.decompose(*args)
         self.source = self._frames(sys._getframe(1))
+        if func.overloadpacket.__name__ in RMS_NORMS:
+            args, kwargs = _with_eps(args, kwargs or {}), {}
         node_args, node_kwargs = map_aggregate((args, kwargs or {}), self._argument)
         recorded = func
         if func.overloadpacket.__name__ in LIKE:  # only the shape of the second argument matters
@@ -405,6 +407,14 @@ def _address(tensor: Tensor) -> int:
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _with_eps(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of an RMSNorm with its eps, whose default depends on the data type."""
+    named = dict(zip(("x", "shape", "weight", "eps"), args, strict=False)) | kwargs
+    eps = named.get("eps")
+    eps = torch.finfo(named["x"].dtype).eps if eps is None else eps
+    return named["x"], named["shape"], named.get("weight"), eps
 
 
 def _elements(tensor: Tensor) -> Tensor:
