@@ -778,6 +778,49 @@ def test_the_mask_argument_of_a_model_without_a_head_is_reported(
     assert only_finding(adaptation, "mask_argument").severity == "limit"
 
 
+def test_a_table_that_is_computed_from_two_parameters_is_an_unknown_part(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits = [
+        ("        self.pos_emb = nn", "        self.wide = nn.Parameter(torch.eye(emb_dim))\n"
+         "        self.pos_emb = nn"),
+        ("self.tok_emb(ids)", "F.embedding(ids, self.tok_emb.weight @ self.wide)"),
+        (GELU, "F.gelu(self.up(x))"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"unexplained", "erf_gelu"}
+    found = only_finding(adaptation, "unexplained")
+    assert "the token embedding is computed from 2 parameters" in found.message
+    assert "F.embedding(ids" in (found.source_line or "")
+
+
+def test_an_adapter_after_the_mlp_is_named(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("        self.ff = FeedForward(dim)", "        self.ff = FeedForward(dim)\n"
+         "        self.a, self.b = nn.Linear(dim, 8), nn.Linear(8, dim)"),
+        ("x = self.ff(x)\n", "x = self.ff(x)\n        x = x + self.b(F.relu(self.a(x)))\n"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"extra_projection", "random_parameters"}
+    assert not adaptation.unmatched
+    assert "2 projections run here" in only_finding(adaptation, "extra_projection").message
+
+
+def test_blocks_that_are_run_twice_are_named(tiny: Path, tmp_path: Path) -> None:
+    loop = f"{LOOP}            x = block(x)\n"
+    adaptation = adapted(tiny, tmp_path, [(loop, loop + loop)])
+    assert {f.code for f in adaptation.deviations} == {"n_layer_mismatch"}
+    found = only_finding(adaptation, "n_layer_mismatch")
+    assert "the 3 blocks are run 6 times in all" in found.message
+    assert found.source_line == "x = block(x)" and found.tap == "h.2.out"
+
+
+def test_a_mean_of_equal_values_is_not_a_doubled_residual(tiny: Path, tmp_path: Path) -> None:
+    edits = [("values = self.W_value(x)", "values = self.W_value(x)\n"
+              "        values = 0.5 * (values + values)")]  # fmt: skip
+    assert not adapted(tiny, tmp_path, edits).deviations
+
+
 def test_a_time_first_model_that_ignores_its_mask_is_reported(tiny: Path, tmp_path: Path) -> None:
     adaptation = adapted(tiny, tmp_path, [*TIME_FIRST, ("blocks(x, src_mask)", "blocks(x)")])
     assert {f.code for f in adaptation.deviations} == {"no_mask"}

@@ -778,12 +778,10 @@ class _Dissection:
             chain = [found[0]]  # an MLP with more than two projections
             for node in found[1:]:
                 chain += [node] if sources(node) == {chain[-1]} else []
-            return [
-                chain[0],
-                None,
-                chain[-1],
-                *(n for n in found if n not in (chain[0], chain[-1])),
-            ]
+            inner = size(chain[0])[-1]
+            wide = [n for n in chain[1:] if size(self.index.input_of(n))[-1] == inner]
+            end = wide[-1] if wide else chain[-1]  # before an adapter, which is narrower
+            return [chain[0], None, end, *(n for n in found if n not in (chain[0], end))]
         if self.partial and self._is_one_branch(found, until):
             return [None, None, None]
         if last is not None:

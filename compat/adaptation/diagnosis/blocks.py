@@ -329,9 +329,13 @@ def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
         f"h.{i}.{tap}": total for i, layer in context.layers
         for tap, total in (("resid_mid", layer.attn_sum), ("out", layer.mlp_sum))
     }  # fmt: skip
+    inside = {
+        node for _, layer in context.layers for op in layer.attention_ops
+        for node in graph.live_between([op.q.node, op.k.node, op.v.node], [layer.x1])
+    }  # fmt: skip
     doubled = [
         node for node in graph.nodes
-        if node in graph.live and kind(node) == "add" and len(tensor_inputs(node)) == 2
+        if node in graph.live - inside and kind(node) == "add" and len(tensor_inputs(node)) == 2
         and len(set(tensor_inputs(node))) == 1 and size(node)[-1:] == (context.anatomy.width,)
     ]  # fmt: skip
     if doubled:

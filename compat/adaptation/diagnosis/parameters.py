@@ -90,7 +90,14 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
         frozenset(context.graph.parameters_between(layer.qkv_ends, [layer.x1]))
         for layer in context.anatomy.layers
     }
-    if len(own) == expected:  # an attention is called again: shared_parameters
+    if len(own) == expected and context.unmatched.shared:  # shared_parameters
+        return
+    if len(own) == expected < found:
+        layers, model = context.anatomy.layers, context.model
+        place = source.calling(context.graph, model, layers[expected].attn, context.anatomy.head)
+        message = "the {expected} blocks are run {found} times in all, but GPT-2 runs each once"
+        again = {"found": found, "expected": expected, "fix": "for block in blocks: x = block(x)"}
+        yield Deviation(f"h.{expected - 1}.out", place, again, message=message)
         return
     assigned, names = context.mapping.by_tensor, context.graph.names
     first = next((names[n[0]] for hf, (n, _) in assigned.items() if hf.startswith("h.0.")), "")

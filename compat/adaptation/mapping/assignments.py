@@ -627,9 +627,10 @@ def _assign_qkv(
         if op is None or held != sum(int((n > 0).sum()) for n in numbers):
             names = listed([graph.names[node] for node in contents])
             if not complete:
-                raise AdaptError(
+                raise UnknownPart(
                     f"q, k and v use only parts of the parameters {names}, as where one parameter "
-                    "holds several layers. Give each layer parameters of its own"
+                    "holds several layers, but GPT-2's layers have parameters of their own",
+                    nodes,
                 )
             raise UnknownPart(
                 f"the parameters {names} hold q, k and v in a form that compat does not know",
@@ -701,9 +702,10 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
     tables = graph.parameters_between([anatomy.token_embedding], [])
     if len(tables) != 1:
         names = listed([graph.names[node] for node in tables])
-        raise AdaptError(
-            f"the token embedding is computed from {len(tables)} parameters ({names}), "
-            "but one table was expected"
+        raise UnknownPart(
+            f"the token embedding is computed from {len(tables)} parameters ({names}), but GPT-2 "
+            "looks it up in one table",
+            [anatomy.token_embedding],
         )
     table = tables[0]
 
@@ -747,8 +749,9 @@ def _pattern(graph: Graph, node: Node, C: int) -> str:
         (rows, C): "r c -> r c",
     }
     if shape not in patterns:
-        raise AdaptError(
-            f"{graph.names[node]} has shape {list(shape)}, but a table [rows, {C}] was expected"
+        raise UnknownPart(
+            f"{graph.names[node]} has shape {list(shape)}, but a table [rows, {C}] was expected",
+            [node],
         )
     return patterns[shape]
 
