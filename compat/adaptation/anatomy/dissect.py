@@ -632,11 +632,10 @@ class _Dissection:
         ]  # fmt: skip
         projections = index.projections - self._of_cross_attention()
         if self.partial and not out_projs:  # another tensor may be added to the heads
-            reading = [n for n in index.live if n in projections - after - {*qkv} - gates]
-            reading = [n for n in reading if index.sources(n) & products]
-            out_projs = (
-                reading[:1] if len(reading) < len(following & projections - after) - 1 else []
-            )
+            others = projections - after - {*qkv} - gates
+            reading = [n for n in index.live if n in others and index.sources(n) & products]
+            is_one_of_many = len(reading) < len(following & projections - after) - 1
+            out_projs = reading[:1] if is_one_of_many else []
         mlp = (following & projections) - {*qkv, *out_projs, *after, *gates}
         if not mlp and not self.partial:
             raise UnknownPart(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -467,8 +467,13 @@ def _own_path(context: DiagnosisContext, block: str) -> str:
     """Return the path of the model's module that holds a block."""
     assigned = context.mapping.by_tensor
     nodes = (node for name in _assigned(context, block) for node in assigned[name][0])
-    names = [context.graph.names[node].split(".") for node in nodes]
-    shared = itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*names, strict=False))
+    return _common_module([context.graph.names[node] for node in nodes])
+
+
+def _common_module(names: Sequence[str]) -> str:
+    """Return the path of the innermost module that holds all of these parameters."""
+    split = [name.split(".") for name in names]
+    shared = itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*split, strict=False))
     return ".".join(parts[0] for parts in shared)
 
 
@@ -506,11 +511,10 @@ def _unknown_mlps(context: DiagnosisContext) -> tuple[str, ...]:
     graph, prefixes = context.graph, []
     for _, layer in context.layers:
         nodes = graph.parameters_between([layer.mlp], [layer.x2]) if layer.unknown else []
-        names = [name.split(".") for node in nodes for name in graph.parameter_names(node)]
-        same = itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*names, strict=False))
-        shared = [parts[0] for parts in same]
-        if len(names) > 1 and any(part.isdigit() for part in shared):  # a module of this layer
-            prefixes.append(".".join([*shared, ""]))
+        names = [name for node in nodes for name in graph.parameter_names(node)]
+        module = _common_module(names)
+        if len(names) > 1 and re.search(r"\b\d+\b", module):  # a module of this layer
+            prefixes.append(f"{module}.")
     return tuple(prefixes)
 
 
