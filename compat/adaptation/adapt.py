@@ -431,6 +431,7 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         last_only=mapped.last_only,
         with_targets=signature is not None and signature.targets,
         input_shape=signature.input_shape if signature is not None else "",
+        flat_logits=signature is not None and signature.returns_flat_logits(model, run.ids),
         mask=signature.mask if signature is not None else "",
         fixed_length=None if length_error is None else run.ids.shape[1],
         length_error=length_error,

@@ -54,6 +54,14 @@ def find_logits(
     )
 
 
+def has_flat_logits(output: Any, ids: Tensor) -> bool:
+    """Return whether logits are in what a model returned as (B·T, V) only."""
+    B, T = ids.shape
+    shapes = [tensor.shape for tensor in _tensors(output) if tensor.is_floating_point()]
+    whole = [shape for shape in shapes if len(shape) > 2 and {B, T} <= {*shape[:-1]}]
+    return not whole and any(len(shape) == 2 and shape[0] == B * T for shape in shapes)
+
+
 def _without_extra_axes(tensor: Tensor, B: int, T: int) -> Tensor:
     """Return logits such as (1, B, T, V) as (B, T, V); any other tensor itself."""
     ones = [axis for axis, length in enumerate(tensor.shape) if length == 1]

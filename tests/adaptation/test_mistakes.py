@@ -1766,3 +1766,33 @@ def test_code_that_names_half_precision_is_examined(tiny: Path, tmp_path: Path) 
     assert {f.code for f in adaptation.deviations} == {"relu"}
     learners = [vars(m) for m in list(sys.modules.values()) if m.__name__.startswith("learner")]
     assert "torch.bfloat16" in {str(names.get("DTYPE")) for names in learners}  # restored
+
+
+def test_a_gated_mlp_may_end_with_the_product(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("self.down = nn.Linear(4 * dim, dim)",
+         "self.gate, self.value = nn.Linear(4 * dim, dim), nn.Linear(4 * dim, dim)"),
+        ("return self.down(", "x = ("),
+        (GELU + ")\n", "self.up(x))\n        return F.silu(self.gate(x)) * self.value(x)\n"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"gated_mlp"}
+
+
+def test_an_activation_after_an_mlp_without_a_residual_is_reported(
+    tiny: Path, tmp_path: Path
+) -> None:
+    end = "        x = self.ff(x)\n        x = x + shortcut\n"
+    adaptation = adapted(tiny, tmp_path, [(end, "        x = F.relu(self.ff(x))\n")])
+    assert {f.code for f in adaptation.deviations} == {"missing_residual", "other_activation"}
+    assert all(f.evidence.startswith("confirmed") for f in adaptation.deviations)
+
+
+def test_flattened_logits_are_reported(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("return self.head(x)", "logits = self.head(x)\n        return logits.view(B * T, -1)")
+    ]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert adaptation
+    found = only_finding(adaptation, "output_shape")
+    assert found.severity == "info" and found.source_line == "return logits.view(B * T, -1)"

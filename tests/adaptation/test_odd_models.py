@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -846,6 +846,76 @@ class ProjectedHeads(Block):
             result = F.scaled_dot_product_attention(*head, is_causal=True)
             found.append(proj(result))
         return torch.cat(found, dim=-1)
+
+
+class GroupedHeads(Block):
+    """Two heads of keys and values, each for two modules of queries."""
+
+    def __init__(self, emb_dim: int, heads: int, inner: int, bias: bool = False) -> None:
+        super().__init__(emb_dim, heads, inner)
+        del self.qkv
+        self.queries = nn.ModuleList(nn.Linear(emb_dim, 6, bias) for _ in range(heads))
+        self.keys = nn.ModuleList(nn.Linear(emb_dim, 6, bias) for _ in range(2))
+        self.values = nn.ModuleList(nn.Linear(emb_dim, 6, bias) for _ in range(2))
+
+    def turned(self, x: Tensor) -> Tensor:
+        return x
+
+    def attend(self, x: Tensor) -> Tensor:
+        groups = [(self.turned(k(x)), v(x)) for k, v in zip(self.keys, self.values, strict=True)]
+        return self.joined(
+            F.scaled_dot_product_attention(self.turned(q(x)), *groups[i // 2], is_causal=True)
+            for i, q in enumerate(self.queries)
+        )
+
+    def joined(self, heads: Iterable[Tensor]) -> Tensor:
+        return self.proj(torch.cat([*heads], dim=-1))
+
+
+class TurnedGroups(GroupedHeads):
+    """Queries and keys are turned by the same angle at every position, which changes no score."""
+
+    def turned(self, x: Tensor) -> Tensor:
+        a, b = x.view(*x.shape[:-1], 3, 2).unbind(-1)
+        return torch.stack([0.6 * a - 0.8 * b, 0.8 * a + 0.6 * b], dim=-1).flatten(-2)
+
+
+@pytest.mark.parametrize("block", [GroupedHeads, TurnedGroups])
+def test_heads_that_share_keys_may_be_modules(tiny: Path, block: type[GroupedHeads]) -> None:
+    model = GPT()
+    model.blocks = nn.ModuleList(block(24, 4, 96) for _ in range(3))
+    found = {f.code: f for f in adapt(model, tiny).deviations}
+    assert found.keys() == {"grouped_query_attention", "no_qkv_bias"}
+    assert "nn.Linear(emb_dim, 6, bias)" in (found["no_qkv_bias"].source_line or "")
+
+
+def test_biases_of_shared_keys_are_not_reported_as_missing(tiny: Path) -> None:
+    model = GPT()
+    model.blocks = nn.ModuleList(GroupedHeads(24, 4, 96, bias=True) for _ in range(3))
+    assert {f.code for f in adapt(model, tiny).deviations} == {"grouped_query_attention"}
+
+
+class ProjectedGroups(GroupedHeads):
+    """The heads of each group are projected to all channels, and the results once more."""
+
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner, bias=True)
+        self.groups = nn.ModuleList(nn.Linear(12, emb_dim) for _ in range(2))
+        self.proj = nn.Linear(2 * emb_dim, emb_dim)
+
+    def joined(self, heads: Iterable[Tensor]) -> Tensor:
+        a, b, c, d = heads
+        one, two = (torch.cat(pair, dim=-1) for pair in ((a, b), (c, d)))
+        return self.proj(torch.cat([self.groups[0](one), self.groups[1](two)], dim=-1))
+
+
+def test_projections_of_groups_of_heads_are_reported(tiny: Path) -> None:
+    model = GPT()
+    model.blocks = nn.ModuleList(ProjectedGroups(24, 4, 96) for _ in range(3))
+    found = {f.code: f for f in adapt(model, tiny).deviations}
+    codes = {"grouped_query_attention", "per_head_projection", "extra_projection"}
+    assert found.keys() == codes
+    assert "projected in 2 groups" in found["per_head_projection"].message
 
 
 def test_a_projection_for_each_head_is_reported(tiny: Path) -> None:

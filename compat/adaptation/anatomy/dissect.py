@@ -578,6 +578,8 @@ class _Dissection:
             act = index.input_of(last) if mlp_proj else self._activated(fc_end)
             end = self._with_bias(last) if mlp_proj else act
             mlp_sum = self._with_own_input(self._sum(end, {last}, until), x2)
+            if mlp_sum.shortcut is None and mlp_proj:  # no residual connection ends the branch
+                mlp_sum = Sum(self._activated(end), self._activated(end), None)
             if attn_sum.node is mlp_sum.node and products & above[fc]:
                 attn_sum = Sum(attn, attn, None)  # x + mlp(attn(x))
             elif attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
@@ -773,6 +775,9 @@ class _Dissection:
             return [None, None, None]
         if self.partial and gated:
             return [found[0], found[1], found[2], *found[3:]]
+        if self.partial and len(found) > 2 and sources(found[1]) == sources(found[2]) == {found[0]}:
+            if self._multiplied(found[1], found[2]):  # nothing projects the product
+                return [found[0], found[2], found[1], *found[3:]]
         if self.partial and len(found) > 2 and sources(found[1]) == {found[0]}:
             chain = [found[0]]  # an MLP with more than two projections
             for node in found[1:]:
@@ -810,6 +815,15 @@ class _Dissection:
             if len(mlp) == 3 and sources(mlp[2]) == {mlp[0], mlp[1]}:
                 return [*mlp, *others]
         return None
+
+    def _multiplied(self, one: Node, other: Node) -> bool:
+        """Return whether the results of two projections are multiplied."""
+        return any(
+            kind(n) == "mul"
+            and {one, other} <= self.index.frontier(n)
+            and not any({one, other} <= self.index.frontier(a) for a in tensor_inputs(n))
+            for n in self.index.live
+        )
 
     def _is_one_branch(self, projections: list[Node], until: list[Node]) -> bool:
         """Return whether projections compute one residual branch from nothing but its input."""

@@ -43,6 +43,7 @@ class DiagnosisContext:
         last_only: the node that drops all positions but the last, if there is one.
         with_targets: the model is called with targets, because it drops these positions otherwise.
         input_shape: the shape of the ids that the model takes, if it is not (B, T).
+        flat_logits: the model returns logits (B·T, V).
         mask: the optional argument that is passed, because tokens attend to later ones without it.
         fixed_length: the only sequence length that the model accepts, if it accepts only one.
         length_error: what the model raises for a shorter sequence, if it accepts only one length.
@@ -61,6 +62,7 @@ class DiagnosisContext:
     last_only: Node | None = None
     with_targets: bool = False
     input_shape: str = ""
+    flat_logits: bool = False
     mask: str = ""
     fixed_length: int | None = None
     length_error: Exception | None = None

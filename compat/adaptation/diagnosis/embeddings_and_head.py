@@ -274,3 +274,20 @@ def input_shape(context: DiagnosisContext) -> Iterator[Deviation]:
         }[context.input_shape]
         values = {"found": context.input_shape, "how": how, "call": call}
         yield Deviation(None, source.matching(context.model, r"def forward\("), values)
+
+
+FLATTENED = r"(view|reshape)\(-1, |flatten\(0, 1\)|(view|reshape)\(\w+ ?\* ?\w+, "
+
+
+@deviation(
+    "the model returns logits of shape {found}, but GPT-2 returns (B, T, V), so compat reshaped "
+    "them",
+    "logits.view(B, T, V)",
+    severity="info",
+)
+def output_shape(context: DiagnosisContext) -> Iterator[Deviation]:
+    if context.flat_logits and not context.with_targets:
+        place = source.running(context.graph, [context.anatomy.head])
+        yield Deviation(
+            None, source.matching(context.model, FLATTENED) or place, {"found": "(B·T, V)"}
+        )

@@ -195,6 +195,8 @@ EXPLANATIONS = {
     "fits only a full context. Generation begins with a short prompt and fails at once.",
     "input_shape": "The weights do not depend on the order of the axes of ids and logits, but code "
     "that calls the model has to pass the ids as the model expects them.",
+    "output_shape": "The weights do not depend on the shape of the logits. Training code often "
+    "flattens them for the loss, but code that expects (B, T, V) reads the wrong axis.",
     "last_position_only": "Models that only generate need only the last position. Training and "
     "scoring need all of them.",
     "dropout_always_on": "F.dropout has training=True by default, so it also drops values in eval "

@@ -248,8 +248,7 @@ deviation(
     code="sliced_heads",
 )(_unknown("sliced_heads"))
 deviation(
-    "each head is projected on its own, to {found} of the {n_embd} channels, but GPT-2 projects "
-    "all heads together, to all channels",
+    "{found}, but GPT-2 projects all heads together, to all channels",
     "self.c_proj = nn.Linear({n_embd}, {n_embd})",
     code="per_head_projection",
 )(_unknown("per_head_projection"))
@@ -281,6 +280,10 @@ def _missing(code: str) -> Detector:
         place = None if code == "no_ln_weight" else context.owner_of(f"{module}.weight")
         if place is None and norm is not None:
             place = source.torch_built(context.model, [norm.end])
+        if place is None and code == "no_qkv_bias":  # of keys that several heads share
+            layer = context.anatomy.layers[0]
+            weights = context.graph.parameters_between(layer.qkv_ends, [layer.x1])
+            place = source.built(context.model, context.graph.names[weights[0]])
         if place is None:
             end = context.anatomy.layers[0].attn if norm is None else norm.end
             place = source.running(context.graph, [end])
@@ -318,6 +321,11 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
         return None
     if parts[0] == "h" and parts[2:4] == ["attn", "c_attn"]:
         attention = context.mapping.attentions[int(parts[1])]
+        if attention.kv_heads and parts[-1] == "bias":
+            layer = context.anatomy.layers[int(parts[1])]
+            projected = context.graph.parameters_between(layer.qkv_ends, [layer.x1])
+            has_bias = any(context.graph.values[node].ndim == 1 for node in projected)
+            return None if has_bias else "no_qkv_bias"
         if attention.kv_heads or attention.shared_kv:
             return None
     if parts[0] == "h" and parts[2] in ("ln_2", "mlp"):
@@ -540,6 +548,8 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
             known |= {*graph.parameters_between([layer.heads], [layer.x1, *projected])}
         # gated_mlp; without further projections, with a bias that is added to the gate
         own_finding = [layer.gate if layer.extra else layer.act] if layer.gate else []
+        if layer.gate and layer.gate not in graph.ancestors[layer.act]:  # nothing projects it
+            own_finding = [layer.mlp_sum.branch]
         own_finding += [layer.mlp] if layer.unknown else []  # unknown_mlp
         known |= set(graph.parameters_between(own_finding, [layer.x2]))
     if context.anatomy.leading:  # extra_projection, or an MLP before attention

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial as bound
+from itertools import accumulate
 from math import prod
 from operator import eq
 from typing import Any
@@ -369,14 +370,16 @@ def _assign_layer(
                 attention.changed_heads = True
         if found is None:
             narrow, C = size(node)[-1], anatomy.width
+            found_heads = ""
             if narrow < C:
-                raise UnknownPart(
-                    f"layer {i}: each head is projected on its own{graph.at(node)}, to {narrow} of "
-                    f"the {C} channels, but GPT-2 projects all heads together, to all channels",
-                    [node],
-                    "per_head_projection",
-                    {"found": narrow},
-                )
+                found_heads = f"each head is projected on its own, to {narrow} of the {C} channels"
+            elif size(layer.projected)[-1] > C:
+                n = size(layer.projected)[-1] // C
+                found_heads = f"the heads are projected in {n} groups, and the results are joined"
+            if found_heads:
+                message = f"layer {i}: {found_heads}{graph.at(node)}"
+                values = {"found": found_heads}
+                raise UnknownPart(message, [node], "per_head_projection", values)
             raise _not_linear(graph, i, "attention's output projection", node)
         return _assign_projection(graph, "attn.c_proj", found, n_head, i, node)
 
@@ -486,18 +489,44 @@ def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) 
         operand = getattr(attention, name)
         above = set(operand.nodes).union(*(graph.ancestors[node] for node in operand.nodes))
         ends = [end for end in layer.qkv_ends if end in above]
-        found = []  # a narrower projection may compute a gate
-        for source in (token_view(graph, end) for end in ends):
-            used = None if source is None else _channels_of_heads(graph, source, operand)
-            if source is not None and used is not None:
-                found.append(View(source.nodes, source.index[..., used].transpose(1, 2)))
-        if len(found) != 1 or graph.ancestors[found[0].nodes[0]] & {*ends}:
+        sources = [source for end in ends if (source := token_view(graph, end)) is not None]
+        whole = [  # a narrower projection may compute a gate
+            View(source.nodes, source.index[..., used].transpose(1, 2))
+            for source in sources
+            if (used := _channels_of_heads(graph, source, operand)) is not None
+        ]
+        found = whole if len(whole) == 1 else _heads_of_projections(graph, sources, operand)
+        if any(not graph.ancestors[node].isdisjoint(ends) for one in found for node in one.nodes):
             return False
         views += found
+    if len(views) != 3:
+        return False
     attention.inner = replace(attention)
     attention.q, attention.k, attention.v = views
     attention.indirect = True
     return True
+
+
+def _heads_of_projections(graph: Graph, sources: list[View], operand: View) -> list[View]:
+    """Return the results of projections of single heads as one view (B, H, T, D), if there is one.
+
+    Args:
+        graph: the graph.
+        sources: the results (B, T, N) of the projections, each of which computes one head.
+        operand: q, k or v (B, H, T, D).
+    """
+    _, H, _, D = operand.index.shape
+    own = [source for source in sources if source.index.shape[2] == D]
+    starts = list(accumulate((prod(size(source.nodes[0])) for source in own), initial=0))
+    heads = []
+    for h in range(H):
+        head = View(operand.nodes, operand.index[:, h])
+        found = [i for i, s in enumerate(own) if len(_used_channels(graph, s, head)) == D]
+        if len(found) != 1:
+            return []
+        heads.append(own[found[0]].index + starts[found[0]])
+    nodes = tuple(node for source in own for node in source.nodes)
+    return [View(nodes, torch.stack(heads, dim=1))]
 
 
 def _channels_of_heads(graph: Graph, source: View, operand: View) -> Tensor | None:

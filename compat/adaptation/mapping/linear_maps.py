@@ -95,26 +95,28 @@ def head_view(
     """
     B, T = shape
     pieces: list[tuple[int, Tensor]] = []  # of each head of each sequence: which sequence, (T, D)
+    starts: dict[Node, int] = {}  # several operations may share a key and a value
     offset = 0
     for op, operand in zip(attention_ops, operands, strict=True):
         groups = prod(size(op.out.node)[axis] for axis in op.out.groups)
         if groups % B:
             return None
         sizes = size(operand.node)
-        index = torch.arange(prod(sizes)).view(sizes)
+        if operand.node not in starts:
+            starts[operand.node], offset = offset, offset + prod(sizes)
+        index = starts[operand.node] + torch.arange(prod(sizes)).view(sizes)
         index = index.permute(*operand.groups, operand.time, operand.d)
         index = index.reshape(-1, sizes[operand.time], sizes[operand.d])
         if groups > len(index):  # several heads share a key and a value
             if len(index) % B or groups % len(index):
                 return None
             index = index.repeat_interleave(groups // len(index), dim=0)
-        pieces += [(group // (groups // B), index[group] + offset) for group in range(groups)]
-        offset += prod(sizes)
+        pieces += [(group // (groups // B), index[group]) for group in range(groups)]
     ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
     if len({piece.shape for piece in ordered}) != 1 or ordered[0].shape[0] != T:
         return None
     stacked = torch.stack(ordered).view(B, -1, *ordered[0].shape)
-    return View(tuple(operand.node for operand in operands), stacked)
+    return View(tuple(starts), stacked)
 
 
 def merged(view: View) -> View:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compat.errors import AdaptError, listed
-from compat.parity.outputs import find_logits
+from compat.parity.outputs import find_logits, has_flat_logits
 from compat.user_code import exception_report, is_users, users_frames
 from compat.user_models.eval_mode import eval_mode
 from compat.user_models.synonyms import plain
@@ -169,21 +169,39 @@ class CallSignature:
         batches = padded.view(-1, self.rows, ids.shape[1])
         return torch.cat([self._logits(model, batch) for batch in batches])[: len(ids)]
 
+    def returns_flat_logits(self, model: nn.Module, ids: Tensor) -> bool:
+        """Return whether the model returns logits (B·T, V) for ids (B, T)."""
+        if self.rows is not None or self.time_first:
+            return False
+        with eval_mode(model), torch.no_grad():
+            output = self._output(model, ids)
+        return has_flat_logits(output, ids)
+
     def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
-        """Call the model on what it accepts at once: ids (B, T), or (T,) if `rows` is 0."""
-        convert = self.convert(ids) if self.convert else ids
+        """Return the logits for ids (B, T), or (T,) if `rows` is 0."""
+        output = self._output(model, ids)
         if ids.ndim == 1:
-            arguments = {name: value(model, ids[None]) for name, value in self.arguments}
-            return find_logits(model(convert, **arguments), ids[None], self.last)[0]
-        arguments = {name: value(model, ids) for name, value in self.arguments}
+            return find_logits(output, ids[None], self.last)[0]
         if self.time_first:
+            return find_logits(output, ids.mT, self.last).transpose(0, 1)
+        return find_logits(output, ids, self.last)
+
+    def _output(self, model: nn.Module, ids: Tensor) -> Any:
+        """Call the model on ids (B, T), or (T,) if `rows` is 0."""
+        convert = self.convert(ids) if self.convert else ids
+        rows = ids[None] if ids.ndim == 1 else ids
+        arguments = {name: value(model, rows) for name, value in self.arguments}
+        if self.time_first:
+            convert = convert.mT
             arguments = {
                 name: value.mT if getattr(value, "shape", None) == ids.shape else value
                 for name, value in arguments.items()
             }
-            return find_logits(model(convert.mT, **arguments), ids.mT, self.last).transpose(0, 1)
-        batch = {"input_ids": convert, "attention_mask": torch.ones_like(ids)}
-        return find_logits(model(batch if self.batch else convert, **arguments), ids, self.last)
+        if self.batch:
+            return model(
+                {"input_ids": convert, "attention_mask": torch.ones_like(ids)}, **arguments
+            )
+        return model(convert, **arguments)
 
 
 def _values(name: str) -> tuple[Value, ...]:
