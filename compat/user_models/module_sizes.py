@@ -197,6 +197,11 @@ def _resize(
         or (by_use or {}).get(n)
         for n, v in numbers.items()
     } | {n: role for n, role in (aliases or {}).items() if n in numbers}
+    # A head that is as wide as the model is the width of all heads.
+    widths = {numbers[n] for n, role in roles.items() if role == "n_embd"} - {None}
+    heads = {numbers[n] for n, role in roles.items() if role == "n_head"} - {None, 1}
+    if heads:
+        roles |= {n: "n_embd" for n, r in roles.items() if r == "d_head" and numbers[n] in widths}
     own = owner if isinstance(owner, dict) else vars(owner)
     for name, value in entries.items():
         if isinstance(value, (str, torch.device)) and role_of(str(name)) == "device":

@@ -47,6 +47,7 @@ Model = Callable[..., nn.Module]  # a class, or a function that returns a model
 
 _numbers = itertools.count(1)
 _SLOW: set[str] = set()  # files that did not end in time, and are not executed as a whole again
+_OF_FAILED_IMPORTS: set[str] = set()  # the user's modules that were imported before an error
 # Words in the code of a language model.
 FEATURES = (r"(?i)embedding\(|vocab", r"(?i)softmax|attention|nn\.Transformer")
 # Words that distinguish the last of several models in a lesson from those before it.
@@ -270,9 +271,10 @@ def _is_library(name: str, folder: Path) -> bool:
 
 def _forget_siblings() -> None:
     """Remove the modules that were imported with a file, so that they are imported again."""
-    for sibling in SIBLINGS:
-        sys.modules.pop(sibling, None)
-    SIBLINGS.clear()
+    for siblings in (SIBLINGS, _OF_FAILED_IMPORTS):
+        for name in siblings:
+            sys.modules.pop(name, None)
+        siblings.clear()
 
 
 def _package_module(place: str) -> ModuleType:
@@ -298,19 +300,21 @@ def _importing(
     Modules that are not found elsewhere are searched by `_AboveFinder`.
     `sys.argv` contains only the file's name.
     """
+    while _OF_FAILED_IMPORTS:  # so that they become attributes of their packages again
+        sys.modules.pop(_OF_FAILED_IMPORTS.pop(), None)
     sys.modules[module.__name__] = module
     before, argv, folder = set(sys.modules), sys.argv, Path.cwd()
     sys.argv = [str(module.__file__)]
     above = _AboveFinder(folders, Path(str(module.__file__)))
     sys.meta_path.append(above)
     sys.meta_path.insert(0, deferred)
+    failed = True
     try:
         with _import_path(folders):
             yield
-    except BaseException:
-        del sys.modules[module.__name__]
-        raise
+        failed = False
     finally:
+        siblings = _OF_FAILED_IMPORTS if failed else SIBLINGS
         sys.argv = argv
         os.chdir(folder)  # the code may have called os.chdir
         sys.meta_path.remove(above)
@@ -320,7 +324,9 @@ def _importing(
             places = getattr(imported, "__path__", ())  # of a package without __init__.py
             file = getattr(imported, "__file__", None) or next(iter(places), "<built-in>")
             if is_users(file) and above.top in (Path(file), *Path(file).parents):
-                SIBLINGS.add(name)
+                siblings.add(name)
+        if failed:
+            del sys.modules[module.__name__]
 
 
 class _AboveFinder:
@@ -340,11 +346,16 @@ class _AboveFinder:
         self._folders = project_folders(folder)
         self.top = self._folders[-1]
         self._path = {*sys.path, *map(str, (*folders, Path.cwd()))}
-        names = re.findall(r"^from (\w+)\.(\w+)[\w.]* import", _text(file), re.MULTILINE)
+        imports = re.findall(
+            r"^from (\w+)\.(\w+)([\w.]*) import \(?([\w, ]*)", _text(file), re.MULTILINE
+        )
         self._renamed = {
-            name: above for name, part in reversed(names) for above in reversed(self._folders)
-            if (above / f"{part}.py").is_file() or (above / part).is_dir()
-        }  # fmt: skip
+            package: above
+            for package, part, inner, names in reversed(imports)
+            for above in reversed(self._folders)
+            if (above / part).is_dir()
+            or _defines(above / f"{part}.py", [] if inner else re.findall(r"\w+", names))
+        }
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -365,6 +376,12 @@ class _AboveFinder:
         package = importlib.machinery.ModuleSpec(name, None, is_package=True)
         package.submodule_search_locations = [str(self._renamed[name])]
         return package
+
+
+def _defines(file: Path, names: list[str]) -> bool:
+    """Return whether a Python file exists and contains one of the names, if there are any."""
+    text = read_source(file) if file.is_file() else None
+    return text is not None and (not names or any(re.search(rf"\b{n}\b", text) for n in names))
 
 
 def _text(file: Path) -> str:

@@ -1796,3 +1796,102 @@ def test_flattened_logits_are_reported(tiny: Path, tmp_path: Path) -> None:
     assert adaptation
     found = only_finding(adaptation, "output_shape")
     assert found.severity == "info" and found.source_line == "return logits.view(B * T, -1)"
+
+
+def test_a_table_of_relative_positions_is_one_finding(tiny: Path, tmp_path: Path) -> None:
+    """A mask that adds -1e9 excludes later tokens, so it is no finding."""
+    table = "self.near = nn.Parameter(torch.randn(context, self.head_dim))\n        self.drop = nn"
+    edits = [
+        ("self.drop = nn", table),
+        ("        scores = queries @", RELATIVE + "        scores = relative + queries @"),
+        ("torch.sin(steps[..., None] / (1 + torch.arange(self.head_dim)))", "self.near[steps]"),
+        ('scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))',
+         "scores + self.mask[:T, :T] * -1e9"),
+    ]  # fmt: skip
+    assert {f.code for f in adapted(tiny, tmp_path, edits).deviations} == {"position_bias"}
+
+
+def test_heads_of_the_values_may_be_wider(tiny: Path, tmp_path: Path) -> None:
+    """The other parts of attention are examined as well."""
+    edits = [
+        ("self.W_value = nn.Linear(dim, dim)", "self.W_value = nn.Linear(dim, 2 * dim)"),
+        ("self.out_proj = nn.Linear(dim, dim)", "self.out_proj = nn.Linear(2 * dim, dim)"),
+        ("values.view(B, T, self.heads, self.head_dim)", "values.view(B, T, self.heads, -1)"),
+        (".contiguous().view(B, T, C)", ".flatten(2)"),
+        ("/ self.head_dim ** 0.5", "/ self.head_dim"),
+    ]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.findings} & {"unexamined", "unexplained"} == set()
+    codes = {f.code for f in adaptation.deviations}
+    assert codes == {"head_width", "wrong_scale"}
+    found = only_finding(adaptation, "head_width")
+    assert "channels of q and k and 12 of v" in found.message
+
+
+def test_the_parts_around_differential_attention_are_examined(tiny: Path, tmp_path: Path) -> None:
+    pair = (
+        "self.W_query2, self.W_key2 = nn.Linear(dim, dim), nn.Linear(dim, dim)\n        self.drop"
+    )
+    edits = [
+        ("self.drop", pair),
+        ("        weights = self.drop(weights)\n", """
+        one = self.W_query2(x).view(B, T, self.heads, self.head_dim).transpose(1, 2)
+        two = self.W_key2(x).view(B, T, self.heads, self.head_dim).transpose(1, 2)
+        other = one @ two.transpose(2, 3) / self.head_dim ** 0.5
+        other = other.masked_fill(self.mask[:T, :T].bool(), float("-inf"))
+        weights = weights - 0.5 * torch.softmax(other, dim=-1)
+"""),
+        (GELU, "F.relu(self.up(x))"),
+    ]  # fmt: skip
+    text = GPT.replace(
+        "        self.drop = nn.Dropout(0.1)\n", "        self.drop = nn.Identity()\n"
+    )
+    file = tmp_path / "differential.py"
+    for old, new in edits:
+        text = text.replace(old, new, 1)
+    file.write_text(text)
+    adaptation = Target(f"{file}:GPT").adapt(open_checkpoint(tiny), {})
+    found = {f.code: f for f in adaptation.deviations}
+    assert found.keys() == {"unexplained", "relu"}
+    assert "as in differential attention" in found["unexplained"].message
+    assert all(f.evidence.startswith("confirmed") for f in found.values())
+    assert not adaptation.unmatched
+
+
+def test_a_factor_of_each_layer_is_not_the_weight_of_a_norm(tiny: Path, tmp_path: Path) -> None:
+    """Norms without weights follow the residual sums, and each layer multiplies its input."""
+    table = "        self.final_norm = LayerNorm(emb_dim)\n"
+    edits = [
+        (table, f"{table}        self.factors = nn.Parameter(torch.ones(n_layers))\n"),
+        (LOOP, "        for i, block in enumerate(self.blocks):\n"
+         "            x = self.factors[i] * x\n"),
+        ("return self.scale * (x - mean) / torch.sqrt(var + 1e-5) + self.shift",
+         "return (x - mean) / torch.sqrt(var + 1e-5)"),
+        ("        x = x + shortcut\n        return x", "        return self.norm1(x + shortcut)"),
+    ]  # fmt: skip
+    found = {f.code: f for f in adapted(tiny, tmp_path, edits).deviations}
+    assert not {"shared_parameters", "norm_axis", "unexplained"} & found.keys()
+    assert "factors" in found["random_parameters"].message
+
+
+def test_the_call_of_an_own_embedding_is_named_where_positions_are_missing(
+    tiny: Path, tmp_path: Path
+) -> None:
+    own = """class Table(nn.Module):
+    def __init__(self, rows, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, width))
+
+    def forward(self, ids):
+        return self.weight[ids]
+
+
+class GPT("""
+    edits = [
+        ("class GPT(", own),
+        ("self.tok_emb = nn.Embedding(", "self.tok_emb = Table("),
+        (" + self.pos_emb(torch.arange(T, device=ids.device))", ""),
+        ("        self.pos_emb = nn.Embedding(context_length, emb_dim)\n", ""),
+    ]
+    found = only_finding(adapted(tiny, tmp_path, edits), "no_pos")
+    assert found.source_line == "x = self.tok_emb(ids)"

@@ -231,6 +231,24 @@ class Own(nn.Module):
     assert construct(load_target(f"{path}:Own"), CONFIG).window == expected
 
 
+@pytest.mark.parametrize(("own", "expected"), [(256, 24), (32, 6)])
+def test_a_head_size_that_equals_the_width_is_that_of_all_heads(
+    tmp_path: Path, own: int, expected: int
+) -> None:
+    text = f"""
+from torch import nn
+
+n_emb, n_heads, head_size = 256, 8, {own}
+
+class GPT(nn.Linear):
+    def __init__(self):
+        super().__init__(n_emb, head_size)
+"""
+    path = tmp_path / "own.py"
+    path.write_text(text)
+    assert construct(load_target(f"{path}:GPT"), CONFIG).out_features == expected
+
+
 def test_a_size_that_a_global_dictionary_lacks_is_added(tmp_path: Path) -> None:
     """A script would add it before it builds the model."""
     text = """

@@ -373,6 +373,8 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
         (["n_tokens", "n_embd"], ["vocab_size", "n_embd"]),
         (["n_tokens", "vocab_size"], [None, "vocab_size"]),
         (["tie_embedding_weights"], ["tie_word_embeddings"]),
+        (["num_unique_tokens", "filter_size", "dim"], ["vocab_size", "d_inner", "n_embd"]),
+        (["num_cabezas", "num_capas"], ["n_head", "n_layer"]),
         (["G_N_EMBD", "DEFAULT_BLOCK_SIZE", "g_x"], ["n_embd", "n_positions", None]),
         (["n_block", "n_embd"], ["n_layer", "n_embd"]),
         (["n_block", "n_layer"], ["n_positions", "n_layer"]),

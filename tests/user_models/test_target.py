@@ -20,6 +20,7 @@ import torch
 import compat
 from compat import AdaptError, GPT2Config
 from compat.user_models import construct, load_forward, load_target, time_limit
+from compat.user_models.missing import is_missing
 
 GPT = """
 import torch
@@ -180,6 +181,29 @@ def test_a_package_whose_folder_was_renamed_is_found(tmp_path: Path) -> None:
     text = f"from own_course.parts import SIZE\n{GPT}    size = SIZE"
     path = write(tmp_path / "downloaded" / "gpt.py", text)
     assert vars(load_target(f"{path}:GPT"))["size"] == 5
+
+
+def test_a_library_with_a_module_named_like_an_own_file_is_not_a_renamed_package(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "parts.py", "SIZE = 5")
+    text = (
+        f"from no_such_library import A\nfrom no_such_library.parts import act\n{GPT}    act = act"
+    )
+    path = write(tmp_path / "gpt.py", text)
+    assert is_missing(vars(load_target(f"{path}:GPT"))["act"])
+
+
+def test_modules_that_hold_a_package_whose_import_failed_are_imported_again(
+    tmp_path: Path,
+) -> None:
+    package = tmp_path / "own_parts"
+    package.mkdir()
+    write(package / "__init__.py", "from . import block\nfrom . import late\n")
+    write(package / "block.py", "import own_parts\n\ndef size():\n    return own_parts.late.SIZE\n")
+    write(package / "late.py", "import no_such_library\nSIZE = 5\n")
+    path = write(tmp_path / "gpt.py", f"from own_parts.block import size\n{GPT}    get = size")
+    assert vars(load_target(f"{path}:GPT"))["get"]() == 5
 
 
 def test_two_files_may_import_each_other(tmp_path: Path) -> None:

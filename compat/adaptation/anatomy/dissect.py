@@ -106,6 +106,8 @@ class AttentionOp:
         scores: the node of q·kᵀ; None in a fused kernel.
         probs: the operand that is multiplied with v. Its `time` is the query's axis, its `d` the
             key's.
+        others: further products of queries and keys from which the probabilities are computed, as
+            in differential attention.
     """
 
     q: Operand
@@ -115,6 +117,7 @@ class AttentionOp:
     product: Node
     scores: Node | None
     probs: Operand | None
+    others: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -476,11 +479,13 @@ class _Dissection:
             if not firsts or index.frontier(v) & index.mixers:
                 continue
             last = max(firsts, key=self.graph.order.__getitem__)
-            if not firsts - {last} <= self.graph.ancestors[last]:
-                continue  # not the scores of an earlier layer
+            others = firsts - {last} - self.graph.ancestors[last]  # without those of earlier layers
+            if others and not self.partial:
+                continue
             first = index.products.get(last)
             if first is not None:
-                return split_attention(first, product, probs, v)
+                found = split_attention(first, product, probs, v)
+                return found and replace(found, others=tuple(others))
         return None
 
     def _levels(self, attention_ops: list[AttentionOp]) -> list[list[AttentionOp]]:
@@ -693,9 +698,11 @@ class _Dissection:
         Some may project the tensor from which the others' input is computed, as without the norm.
         """
         index = self.index
-        qkv = set().union(*(index.frontier(o.node) for c in attention_ops for o in (c.q, c.k, c.v)))
-        ordered = sorted(qkv, key=self.graph.order.__getitem__)
         operands = [o.node for c in attention_ops for o in (c.q, c.k, c.v)]
+        qkv = set().union(*(index.frontier(node) for node in operands))
+        further = [n for c in attention_ops for other in c.others for n in index.operands(other)]
+        qkv = qkv.union(*(index.frontier(node) for node in further))
+        ordered = sorted(qkv, key=self.graph.order.__getitem__)
         others = [n for n in ordered if n not in index.projections]
         if others and self.partial:  # terms that are added to the projections, as by an embedding
             qkv -= {*others}

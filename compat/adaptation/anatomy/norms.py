@@ -75,22 +75,34 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
     """Return the norms between two nodes, in execution order."""
     found: list[tuple[Node, Node]] = []
     consumed = False  # the current norm has its parameters, so that a reduction begins the next
+    divided = False  # it was divided by its root mean square, so that a reduction begins the next
     for first, last in pairwise(_waypoints(graph, start, end)):
         piece = _piece(graph, first, last)
         own = (n for n in piece if n in graph.live and first in graph.ancestors[n])
         reduces = any(kind(node) in REDUCTIONS for node in own)
         reduces = reduces and prod(size(last)) >= prod(size(first))  # not a mean of several tensors
         projects = any(kind(n) in CONVOLUTIONS or contraction(n) is not None for n in piece)
-        parameters = any(node in graph.names for node in piece) and not projects
-        if not reduces and _joins(graph, first, piece):
-            consumed = True  # a sum of branches is not a part of a norm
-        elif reduces and (not found or consumed):
+        lengths = [prod(size(node)) for node in piece if node in graph.names]
+        parameters = bool(lengths) and not projects
+        own_lengths = all(n == 1 or n % size(last)[-1] == 0 for n in lengths)
+        if not reduces and (_joins(graph, first, piece) or not (projects or own_lengths)):
+            consumed = True  # nor is a sum of branches a part of a norm, or a factor of each layer
+        elif reduces and (not found or consumed or divided):
             found.append((first, last))
             consumed = parameters or any(kind(node) in NORM_KERNELS for node in piece)
+            divided = any(map(_is_root, piece))
         elif found and (reduces or parameters or not consumed) and not projects:
             found[-1] = found[-1][0], last
             consumed = consumed or parameters
+            divided = divided or any(map(_is_root, piece))
     return [_with_parameters(graph, first, last) for first, last in found]
+
+
+def _is_root(node: Node) -> bool:
+    """Return whether a node computes a root, as of the variance."""
+    if kind(node) == "pow":
+        return node.args[1] in (0.5, -0.5)
+    return kind(node) in {"sqrt", "rsqrt", "std", "std_mean", "norm", "linalg_vector_norm"}
 
 
 def _piece(graph: Graph, first: Node, last: Node) -> set[Node]:

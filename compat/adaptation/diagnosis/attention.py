@@ -84,7 +84,7 @@ class LayerAttention:
         if not self.attention.indirect:
             return ""
         piece = AttentionPiece(self.graph, self.attention)
-        plain = [piece.random(seed) for seed in range(3)]
+        plain = [piece.random(0), piece.random(1), piece.values(2)]
         found = piece.heads(*plain)
         reshaped = [x.transpose(1, 2).reshape(x.shape) for x in plain]
         formula = causal(piece.T, self.context.config.attention_scale(self.i))
@@ -115,6 +115,8 @@ class LayerAttention:
     def added_scores(self) -> Node | None:
         """The operation on the scores that reads those of an earlier layer."""
         above, op = self.graph.ancestors, self.op
+        if op.others:
+            return None
         layers = self.context.anatomy.layers[: self.i]
         others = {c.scores for layer in layers for c in layer.attention_ops if c.scores is not None}
         operands = {op.q.node, op.k.node, op.v.node}
@@ -147,7 +149,7 @@ class LayerAttention:
         if not self.attention.indirect:
             return False
         piece = AttentionPiece(self.graph, self.attention)
-        q, k, v = (piece.random(seed) for seed in range(3))
+        q, k, v = piece.random(0), piece.random(1), piece.values(2)
         one, two = piece.heads(q, k, v), piece.heads(2 * q, 3 * k, v)
         return torch.allclose(one, two, rtol=1e-3, atol=1e-3 * one.abs().max().item())
 
@@ -183,14 +185,14 @@ class LayerAttention:
             [value] = self.graph.run([mask], {})
             later = torch.ones(value.shape[-2:], dtype=torch.bool).triu(1)
             numbers = torch.unique(value[..., later])
-            if len(numbers) == 1 and numbers.isfinite().all() and not value[..., ~later].any():
+            if len(numbers) == 1 and numbers > -1e3 and not value[..., ~later].any():
                 return node, numbers.item()
         return None
 
     @cached_property
     def is_softmaxed_twice(self) -> bool:
         """Whether a softmax of attention reads the result of another one."""
-        if self.formula is not None or self.attention.indirect:
+        if self.formula is not None or self.attention.indirect or self.op.others:
             return False
         softmaxes = self.live(SOFTMAXES)
         return any(self.graph.ancestors[n] & {*softmaxes} - {n} for n in softmaxes)
@@ -209,7 +211,7 @@ class LayerAttention:
     def attends_to_later_tokens(self) -> bool:
         """Whether the values of the last token change what the tokens before it compute."""
         piece = AttentionPiece(self.graph, self.attention)
-        q, k, v = piece.random(0), piece.keys(1), piece.random(2)
+        q, k, v = piece.random(0), piece.keys(1), piece.values(2)
         other = v.clone()
         other[..., -1, :] += 1
         one, two = (piece.heads(q, k, values)[..., :-1, :] for values in (v, other))
@@ -252,7 +254,7 @@ class LayerAttention:
         """
         if self.formula is not None or self.attention.indirect or self.attention.over_heads:
             return False
-        if self.mixing or self.added_scores:
+        if self.mixing or self.added_scores or self.op.others:
             return False
         piece = AttentionPiece(self.graph, self.attention)
         q, k = piece.random(1, 0.3), piece.keys(2, 0.3)
@@ -326,12 +328,20 @@ class LayerAttention:
         return Deviation(f"h.{self.i}.{tap}", place, values, changes)
 
 
+def attention_in(context: DiagnosisContext, i: int) -> LayerAttention:
+    """Return the attention of a layer, whose properties are computed once for all detectors."""
+    if i not in context.attentions:
+        context.attentions[i] = LayerAttention(context, i)
+    found: LayerAttention = context.attentions[i]
+    return found
+
+
 def each_layer(detect: Callable[[LayerAttention], Deviation | None]) -> Detector:
     """Run a detector in every layer; one finding has the lines of all of them."""
 
     @wraps(detect)
     def detect_all(context: DiagnosisContext) -> Iterator[Deviation]:
-        every = ((i, detect(LayerAttention(context, i))) for i, _ in context.layers)
+        every = ((i, detect(attention_in(context, i))) for i, _ in context.layers)
         found = {i: hit for i, hit in every if hit is not None}
         if found:
             changes = [hit.changes for hit in found.values() if hit.changes]
@@ -587,12 +597,25 @@ def unknown_attention(layer: LayerAttention) -> Deviation | None:
     if not layer.is_unknown or layer.is_softmaxed_twice:
         return None
     found, place = "attention is not a masked softmax of scaled scores", layer.scores_line
-    if layer.attention.indirect:
+    lines = [place]
+    if layer.op.others:
+        place = layer.graph.place(layer.op.product)
+        lines = [
+            place,
+            *map(layer.graph.place, [*layer.op.others, layer.op.scores or layer.op.product]),
+        ]
+        found = (
+            f"the weights of the values are computed from {1 + len(layer.op.others)} products of "
+            "queries and keys, as in differential attention, but GPT-2 computes them from one"
+        )
+    elif layer.attention.indirect:
         found = "q, k or v of a token is not a projection of this token only"
         changing = [n for n in layer.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
         place = source.running(layer.graph, changing) or place
+        lines = [place]
     own = layer.attention.indirect
-    return layer.deviation(place, layer.own_attention, found=found, passed_on=own)
+    deviation = layer.deviation(place, layer.own_attention, found=found, passed_on=own)
+    return replace(deviation, lines=lines)
 
 
 @detects("unexplained")
@@ -790,7 +813,7 @@ def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     """Detect a mask after the softmax whose rows are divided by their sums (equivalent)."""
     if not context.layers:
         return
-    layer = LayerAttention(context, 0)
+    layer = attention_in(context, 0)
     softmaxes = {n for n in layer.inside if kind(n) in SOFTMAXES}
     masks = [node for node, _ in _masks_like_gpt2(layer)]
     late = [node for node in masks if context.graph.ancestors[node] & softmaxes]
@@ -806,7 +829,7 @@ def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     severity="info",
 )
 def finite_mask(context: DiagnosisContext) -> Iterator[Deviation]:
-    layers = [LayerAttention(context, i) for i, _ in context.layers[:1]]
+    layers = [attention_in(context, i) for i, _ in context.layers[:1]]
     for node, values in (mask for layer in layers for mask in _masks_like_gpt2(layer)):
         lowest = min(value.min().item() for value in values)
         if -1e30 < lowest <= -1e3:

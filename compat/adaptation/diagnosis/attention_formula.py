@@ -128,14 +128,15 @@ def described_bias(bias: Tensor) -> str:
 
 
 class AttentionPiece:
-    """Attention of one layer as a function of q, k and v, each (B, H, T, D)."""
+    """Attention of one layer as a function of q and k (B, H, T, D), and of v (B, H, T, W)."""
 
     def __init__(self, graph: Graph, attention: Attention) -> None:
         self.graph, self.attention = graph, attention
-        self.B, self.H, self.T, self.D = attention.heads.index.shape
+        self.B, self.H, self.T, self.W = attention.heads.index.shape
+        self.D = attention.q.index.shape[3]
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the result of the model's own operations, (B, H, T, D)."""
+        """Return the result of the model's own operations, (B, H, T, W)."""
         return self._computed([self.attention.heads], q, k, v)[0]
 
     def projected(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -163,16 +164,21 @@ class AttentionPiece:
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the weight of every value, (B, H, T, T), measured with one-hot values."""
         columns = []
-        for start in range(0, self.T, self.D):
-            width = min(self.D, self.T - start)
-            v = torch.zeros(self.T, self.D, dtype=torch.float64)
+        for start in range(0, self.T, self.W):
+            width = min(self.W, self.T - start)
+            v = torch.zeros(self.T, self.W, dtype=torch.float64)
             v[torch.arange(start, start + width), torch.arange(width)] = 1
             v = v.expand(self.B, self.H, -1, -1)
             columns.append(self.heads(q, k, v)[..., :width])
         return torch.cat(columns, dim=-1)
 
     def random(self, seed: int, scale: float = 1.0) -> Tensor:
+        """Return random queries."""
         return scale * random_values((self.B, self.H, self.T, self.D), seed)
+
+    def values(self, seed: int) -> Tensor:
+        """Return random values."""
+        return random_values((self.B, self.H, self.T, self.W), seed)
 
     def keys(self, seed: int, scale: float = 1.0) -> Tensor:
         """Return random keys, which are equal for heads that share one."""

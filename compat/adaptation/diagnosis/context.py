@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ class DiagnosisContext:
         fixed_length: the only sequence length that the model accepts, if it accepts only one.
         length_error: what the model raises for a shorter sequence, if it accepts only one length.
         noise: a sentence that says by how much two runs in eval mode differ.
+        attentions: what the detectors of attention have computed, by layer.
         failed_input: the first designed input on which the logits differ, if they agree on ids that
             were drawn at random.
     """
@@ -68,6 +70,7 @@ class DiagnosisContext:
     length_error: Exception | None = None
     noise: str = ""
     failed_input: str = ""
+    attentions: dict[int, Any] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:

@@ -114,7 +114,8 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
         line = source.running(context.graph, lookups)
         yield Deviation("embed", line or position_line(context), {}, changes, message=message)
     else:
-        line = source.running(context.graph, [context.anatomy.token_embedding])
+        # Of a class of the user's for the table, the call.
+        line = source.projecting(context.graph, context.model, context.anatomy.token_embedding)
         lines = [line, context.owner_of("wte.weight")]
         yield Deviation("embed", line, {}, Changes(weights={"wpe.weight": None}), lines=lines)
 

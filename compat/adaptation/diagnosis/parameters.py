@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compat.adaptation.diagnosis import source
+from compat.adaptation.diagnosis.attention import attention_in
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
@@ -169,15 +170,25 @@ def head_width(context: DiagnosisContext) -> Iterator[Deviation]:
     width, n_head = context.anatomy.width, context.config.n_head
     values = {"found": found, "n_embd": width, "n_head": n_head, "expected": width // n_head}
     place = context.owner_of("h.0.attn.c_attn.weight")
-    yield Deviation("h.0.q", place, values, evidence="found in the shapes of the parameters")
+    attention, message = context.mapping.attentions[0], ""
+    q, v = attention.q.index.shape[3], attention.v.index.shape[3]
+    if q != v:
+        message = (
+            f"a head has {q} channels of q and k and {v} of v, but GPT-2 divides {{n_embd}} "
+            "channels among {n_head} heads, {expected} for each of q, k and v"
+        )
+    evidence = "found in the shapes of the parameters"
+    yield Deviation("h.0.q", place, values, evidence=evidence, message=message)
 
 
 def _head_width(context: DiagnosisContext) -> int | None:
-    """Return the head size; None if it is GPT-2's or all heads are together as wide as C."""
+    """Return the size of q's or v's heads; None if they are GPT-2's or together as wide as C."""
     if context.n_head is None:
         return None
-    width, found = context.anatomy.width, context.mapping.attentions[0].q.index.shape[3]
-    return None if width in (found * context.n_head, found * context.config.n_head) else found
+    width, attention = context.anatomy.width, context.mapping.attentions[0]
+    usual = (width / context.n_head, width / context.config.n_head)
+    sizes = (view.index.shape[3] for view in (attention.q, attention.v))
+    return next((size for size in sizes if size not in usual), None)
 
 
 def _computes_gate(context: DiagnosisContext, hf: str) -> bool:
@@ -543,6 +554,12 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         ln_1 = context.places.named.get(f"h.{i}.ln_1")
         if ln_1 is not None and ln_1.end in graph.ancestors[layer.x1]:  # changed_stream
             known |= {*graph.parameters_between([layer.x1], [ln_1.end])}
+        attention, formula = attention_in(context, i), context.attention_formulas[i]
+        biased = formula is not None and formula.bias is not None
+        if biased or attention.adds_relative_scores or attention.op.others:  # its own finding
+            for op in layer.attention_ops:
+                operands = [op.q.node, op.k.node, op.v.node]
+                known |= {*graph.parameters_between([op.product], operands)}
         if context.mapping.attentions[i].changed_heads:
             projected = [end for _, each in context.layers[: i + 1] for end in each.qkv_ends]
             known |= {*graph.parameters_between([layer.heads], [layer.x1, *projected])}

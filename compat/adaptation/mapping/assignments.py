@@ -635,6 +635,10 @@ def _assign_qkv(
 ) -> dict[str, Assignment]:
     assigned: dict[str, Assignment] = {}
     C, N = maps[0].weight.shape
+    widths = [one.weight.shape[1] for one in maps]
+    if len({*widths}) > 1:
+        found = f"q, k and v have {listed([str(width) for width in widths])} channels"
+        raise UnknownPart(f"{found}, but GPT-2 has {C} of each", nodes, "head_width")
     shared = [x for x, one in zip("qkv", maps, strict=True)
               if sum(_same(one, other) for other in maps) > 1]  # fmt: skip
     if "q" in shared:

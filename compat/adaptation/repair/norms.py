@@ -446,9 +446,11 @@ def _width(site: Site, cls: ast.ClassDef, source: Source, call: ast.Call) -> str
     own = next(source for source, found in classes(site, cls.name) if found is cls)
     names = [each.arg for each in function.args.args[1:]]
     for created in own.nodes(ast.Call, function):
-        if called(created) not in ("ones", "zeros", "empty", "full") or not created.args:
+        if called(created) not in ("ones", "zeros", "empty", "full", "tensor") or not created.args:
             continue
         shape = created.args[0]
+        if isinstance(shape, ast.BinOp) and isinstance(shape.left, ast.List):
+            shape = shape.right  # [1.0] * width
         if isinstance(shape, (ast.Tuple, ast.List)):
             shape = shape.elts[-1]
         name = next((n.id for n in ast.walk(shape) if isinstance(n, ast.Name)), "")
