@@ -1,7 +1,7 @@
 """A user's own model: its class or function found in a file, notebook or package, and called."""
 
 from compat.user_models.accelerators import on_available_device
-from compat.user_models.construct import construct, construct_with_call
+from compat.user_models.construct import construct, construct_with_call, other_arguments
 from compat.user_models.edited import edited_sources
 from compat.user_models.module_sizes import resized
 from compat.user_models.target import downloads, load_forward, load_target, other_targets
@@ -14,6 +14,7 @@ __all__ = [
     "load_forward",
     "load_target",
     "on_available_device",
+    "other_arguments",
     "other_targets",
     "resized",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compat.user_models.usage import is_users_class, modules_text, tree_of, user_modules
+from compat.user_models.usage import is_users_class, modules_text, nodes_of, user_modules
 
 # Names of GPT-2's activation, the tanh form of GELU; the first in the user's code is passed.
 GELUS = ("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "tanh", "gelu")
@@ -58,7 +58,7 @@ def _uses(cls: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
     user's classes, are not listed.
     """
     modules = user_modules(cls)
-    nodes = [node for module in modules for node in ast.walk(tree_of(module))]
+    nodes = [node for module in modules for node in nodes_of(module)]
     classes = {n for module in modules for n, v in vars(module).items() if is_users_class(v)}
     names = [name]
     uses: set[str] = set()

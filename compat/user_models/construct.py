@@ -79,6 +79,7 @@ from compat.user_models.usage import (
     is_users_class,
     items_of,
     modules_text,
+    nodes_of,
     reads,
     tree_of,
     user_modules,
@@ -103,6 +104,7 @@ def construct(
     *,
     kwargs: Mapping[str, Any] | None = None,
     config_name: str | None = None,
+    other_ways: bool = True,
 ) -> nn.Module:
     """Build the user's model in the sizes of `config`.
 
@@ -118,11 +120,15 @@ def construct(
             only its own entries.
         config_name: The name of a config in the target's module, which becomes the first argument
             unchanged.
+        other_ways: Whether to look for other sizes and arguments if the model does not run with
+            these.
 
     Raises:
         AdaptError: An argument cannot be found, or the user's code raises.
     """
-    return construct_with_call(target, config, kwargs=kwargs, config_name=config_name)[0]
+    return construct_with_call(
+        target, config, kwargs=kwargs, config_name=config_name, other_ways=other_ways
+    )[0]
 
 
 def construct_with_call(
@@ -131,6 +137,7 @@ def construct_with_call(
     *,
     kwargs: Mapping[str, Any] | None = None,
     config_name: str | None = None,
+    other_ways: bool = True,
 ) -> tuple[nn.Module, str]:
     """Return the model of `construct`, and the call that built it as text.
 
@@ -146,6 +153,9 @@ def construct_with_call(
     if undefined := undefined_sizes(target, config):
         values = _listed_entries(undefined)
         more += f"; your code reads names that it does not define, so compat set {values}"
+    if not other_ways:
+        model, described = _built(target, config, kwargs)
+        return model, described + more
     failure: AdaptError | None = None
     try:
         model, described = _built(target, config, kwargs)
@@ -160,6 +170,24 @@ def construct_with_call(
     elif failure is not None:
         raise failure
     return model, described + more
+
+
+def other_arguments(
+    target: Callable[..., nn.Module], config: GPT2Config, kwargs: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return arguments with which a class runs that does not run as `construct` first builds it.
+
+    None if there are none, or if it runs in other sizes only.
+    """
+    if not isinstance(target, type):
+        return None
+    with _quietly(), contextlib.suppress(AdaptError):
+        kwargs = merged(_inferred(target, config, kwargs), kwargs or {})
+        other = _other_way(target, config, kwargs)
+        if other is not None and other[0] == config:
+            found: dict[str, Any] = merged(other[1], kwargs)
+            return found
+    return None
 
 
 @contextlib.contextmanager
@@ -332,8 +360,8 @@ def _other_way(
             return config, own, f"only runs with {_listed_entries(own)}"
     for called in _as_called(target, config, kwargs):
         return config, called, f"only runs with {_listed_entries(called)}"
-    trees = [tree_of(module) for module in user_modules(target)]
-    constants = [n.value for t in trees for n in ast.walk(t) if isinstance(n, ast.Constant)]
+    nodes = (node for module in user_modules(target) for node in nodes_of(module))
+    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
     numbers = Counter(n for n in constants if type(n) is int and 8 <= n <= 4096)
     width = next((n for n, _ in numbers.most_common(12) if runs(n)), None)
     if width is not None:

@@ -39,7 +39,14 @@ from compat.user_models.synonyms import (
     takes_sizes,
     value_of,
 )
-from compat.user_models.usage import embeddings, is_users_class, source_of, tree_of, user_modules
+from compat.user_models.usage import (
+    embeddings,
+    is_users_class,
+    nodes_of,
+    source_of,
+    tree_of,
+    user_modules,
+)
 
 # All threads share a module's globals, so only one thread at a time may change them.
 _LOCK = threading.RLock()
@@ -239,8 +246,7 @@ def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
     found: dict[str, set[str | None]] = {}
     own = {module.__name__ for module in modules}
     for module in modules:
-        tree = tree_of(module)
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        for call in (node for node in nodes_of(module) if isinstance(node, ast.Call)):
             passed = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
             callee = vars(module).get(call.func.id) if isinstance(call.func, ast.Name) else None
             if getattr(callee, "__module__", None) in own:
@@ -249,7 +255,7 @@ def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
             for name, value in passed:
                 if isinstance(value, ast.Name):
                     found.setdefault(value.id, set()).add(role_of(name, among=names))
-        for node in tree.body:
+        for node in tree_of(module).body:
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in found:
                     if not isinstance(value, ast.Constant):

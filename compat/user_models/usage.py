@@ -104,17 +104,20 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
 
 def _sections(cls: Callable[..., Any]) -> set[str]:
     """Return names that sizes are read from: `cfg.model.n_layer`, `m.get("dim")`."""
+    return set().union(*(_sections_in(tree_of(module)) for module in user_modules(cls)))
+
+
+@lru_cache(maxsize=64)
+def _sections_in(tree: ast.Module) -> set[str]:
     found: set[str] = set()
-    for module in user_modules(cls):
-        nodes = list(ast.walk(tree_of(module)))
-        variables: dict[str, str] = {}
-        for node in nodes:
-            pairs = assigned(node)
-            variables |= {ast.unparse(t): name for t, v in pairs if (name := _read(v)[1])}
-        for node in nodes:
-            owner, name = _read(node)
-            if owner is not None and len(name) > 1 and role_of(name):
-                found.add(variables.get(ast.unparse(owner)) or _read(owner)[1])
+    variables: dict[str, str] = {}
+    for node in _nodes(tree):
+        pairs = assigned(node)
+        variables |= {ast.unparse(t): name for t, v in pairs if (name := _read(v)[1])}
+    for node in _nodes(tree):
+        owner, name = _read(node)
+        if owner is not None and len(name) > 1 and role_of(name):
+            found.add(variables.get(ast.unparse(owner)) or _read(owner)[1])
     return found
 
 
@@ -196,7 +199,7 @@ def embeddings(module: ModuleType) -> Iterator[tuple[str, dict[str, ast.expr]]]:
     The sizes have the names of torch's parameters: `num_embeddings` and `embedding_dim`.
     """
     names: dict[ast.expr, str] = {}
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(module):
         match node:
             case ast.Assign([ast.Attribute(attr=name) | ast.Name(name)], value) | ast.keyword(
                 str(name), value
@@ -224,7 +227,7 @@ def factors_of(cls: Callable[..., Any], name: str) -> set[str]:
     """Return the names by which the user's code multiplies an entry: `dim` in `dim * ratio`."""
     found: set[str] = set()
     for module in user_modules(cls):
-        for node in ast.walk(tree_of(module)):
+        for node in nodes_of(module):
             names = {_name_of(operand) for operand in _operands(node)}
             found |= names - {name, ""} if name in names else set()
     return found
@@ -242,7 +245,7 @@ def compared_strings(cls: Callable[..., Any]) -> dict[str, set[str]]:
     """Return the strings that the user's code compares variables and attributes with, by name."""
     found: dict[str, set[str]] = {}
     for module in user_modules(cls):
-        for node in ast.walk(tree_of(module)):
+        for node in nodes_of(module):
             match node:
                 case ast.Compare(left, _, others):
                     sides = [left, *others]
@@ -270,6 +273,16 @@ def tree_of(module: ModuleType) -> ast.Module:
     with contextlib.suppress(SyntaxError):
         return _parsed("".join(linecache.getlines(str(module.__file__))))
     return ast.Module(body=[], type_ignores=[])
+
+
+def nodes_of(module: ModuleType) -> tuple[ast.AST, ...]:
+    """Return all nodes of the syntax of a module's source."""
+    return _nodes(tree_of(module))
+
+
+@lru_cache(maxsize=64)
+def _nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from typing import Any
 from compat.config import GPT2Config
 from compat.user_models.missing import CallableSize
 from compat.user_models.synonyms import SIZES, plain, role_of, value_of
-from compat.user_models.usage import source_of, tree_of, user_modules
+from compat.user_models.usage import nodes_of, source_of, user_modules
 
 # Names of what maps tokens to ids or ids to tokens, such as `stoi` and `word2idx`.
 _SIDE = r"(s|str|ch|chars?|words?|tok(en)?s?|pieces?|i|ix|idx|ids?|int|ind(ex)?)"
@@ -97,7 +97,7 @@ def vocabulary_for(
         return None
     own = ast.parse(textwrap.dedent(source_of(inspect.getattr_static(cls, "__init__"))) or "0")
     inner = [  # constructors that it may be passed on to
-        node for module in user_modules(cls) for node in ast.walk(tree_of(module))
+        node for module in user_modules(cls) for node in nodes_of(module)
         if isinstance(node, ast.FunctionDef) and node.name == "__init__"
         and parameter.name in {argument.arg for argument in node.args.args}
     ]  # fmt: skip

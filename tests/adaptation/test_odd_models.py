@@ -120,6 +120,21 @@ class LatentBlock(Block):
         return self.mix(self.qkv(x), *self.widen(self.narrow(x)).chunk(2, dim=-1))
 
 
+class RotatedLatentBlock(LatentBlock):
+    """Keys and values of each channel are neighbours, and q and k are rotated by their position."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        T = x.shape[1]
+        angle = torch.arange(T)[:, None, None] / 100 ** (torch.arange(3) / 3)  # (T, 1, 3)
+        keys, values = self.widen(self.narrow(x)).unflatten(-1, (-1, 2)).unbind(-1)
+        turned = []
+        for y in (self.qkv(x), keys):
+            a, b = y.unflatten(-1, (self.heads, 3, 2)).unbind(-1)
+            c, s = angle.cos(), angle.sin()
+            turned.append(torch.stack([a * c - b * s, a * s + b * c], dim=-1).flatten(-3))
+        return self.mix(*turned, values)
+
+
 class SlicedBlock(Block):
     """Every head projects only its own channels."""
 
@@ -558,6 +573,10 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "wider heads": (lambda: HeadsOfWidth(24), {"head_width": "a head has 24 channels"}),
     "narrower heads": (lambda: HeadsOfWidth(3), {"head_width": "4 heads, 6 for each"}),
     "latent attention": (with_blocks(LatentBlock), {"latent_attention": "projected twice"}),
+    "rotated latent attention": (
+        with_blocks(RotatedLatentBlock),
+        {"latent_attention": "projected twice", "rope": "rotated by their position"},
+    ),
     "sliced heads": (with_blocks(SlicedBlock), {"sliced_heads": "only 6 of the 24 channels"}),
     "vocabulary": (sized(vocab=24), {"vocab_mismatch": "vocabulary of 24"}),
     "vocabulary and layers": (

@@ -61,7 +61,8 @@ class LayerAttention:
         inner = self.context.inner_formulas[self.i]
         if self.formula is None and inner is not None and not self.unsplit:
             # Something is applied to q, k and v before their products, whose formula is `inner`.
-            self.formula = inner if self.is_normalized or self.shift is not None else None
+            explained = self.is_normalized or self.shift is not None or self.is_turned
+            self.formula = inner if explained else None
 
     @cached_property
     def inside(self) -> list[Node]:

@@ -239,6 +239,9 @@ def _unknown(code: str) -> Detector:
                 if code == "per_head_projection":
                     readers = (context.graph.first_reader([node]) for node in each.parameters)
                     lines += [context.graph.place(reader) for reader in readers]
+                if code == "latent_attention":
+                    names = (context.graph.names[node] for node in each.parameters)
+                    lines += [source.built(context.model, name) for name in names]
                 values = {"n_embd": context.config.n_embd, **each.values}
                 yield Deviation(_first_tap(hf), place, values, lines=lines)
 

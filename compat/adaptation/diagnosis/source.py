@@ -16,7 +16,7 @@ from torch.fx import Node
 from compat.adaptation.anatomy.norms import Norm
 from compat.adaptation.tracing.graph import Graph, Place, kind
 from compat.name_map import whole_of
-from compat.user_models.usage import is_users_class, tree_of, user_modules
+from compat.user_models.usage import is_users_class, nodes_of, user_modules
 
 MOST_OWNERS = 3  # lines, as of ln_1, ln_2 and ln_f
 MOST_NAMED = 4
@@ -206,7 +206,7 @@ def keywords(model: nn.Module, name: str, value: object) -> list[Place]:
     """Return the lines of the user's code that pass this value by a keyword of this name."""
     return [
         Place(str(module.__file__), node.value.lineno)
-        for module in user_modules(type(model)) for node in ast.walk(tree_of(module))
+        for module in user_modules(type(model)) for node in nodes_of(module)
         if isinstance(node, ast.keyword) and node.arg == name
         and isinstance(node.value, ast.Constant) and node.value.value == value
     ]  # fmt: skip

@@ -489,16 +489,15 @@ def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) 
         operand = getattr(attention, name)
         above = set(operand.nodes).union(*(graph.ancestors[node] for node in operand.nodes))
         ends = [end for end in layer.qkv_ends if end in above]
+        before = set().union(*(graph.ancestors[end] for end in ends))
+        ends = [end for end in ends if end not in before]  # the last ones of latent attention
         sources = [source for end in ends if (source := token_view(graph, end)) is not None]
         whole = [  # a narrower projection may compute a gate
             View(source.nodes, source.index[..., used].transpose(1, 2))
             for source in sources
             if (used := _channels_of_heads(graph, source, operand)) is not None
         ]
-        found = whole if len(whole) == 1 else _heads_of_projections(graph, sources, operand)
-        if any(not graph.ancestors[node].isdisjoint(ends) for one in found for node in one.nodes):
-            return False
-        views += found
+        views += whole if len(whole) == 1 else _heads_of_projections(graph, sources, operand)
     if len(views) != 3:
         return False
     attention.inner = replace(attention)

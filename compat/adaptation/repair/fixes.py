@@ -119,7 +119,7 @@ class Site:
     @cached_property
     def imported(self) -> frozenset[str]:
         """The names that imports bind."""
-        nodes = [node for source in self.sources.values() for node in ast.walk(source.tree)]
+        nodes = [node for source in self.sources.values() for node in source.all_nodes]
         return frozenset(
             alias.asname or alias.name.partition(".")[0]
             for node in nodes
@@ -130,7 +130,7 @@ class Site:
     def torch(self, name: str) -> str:
         """Return how the file can write, for example, `torch.nn.functional.gelu`."""
         known: dict[str, str] = {}  # the alias of every imported module
-        nodes = [node for source in self.sources.values() for node in ast.walk(source.tree)]
+        nodes = [node for source in self.sources.values() for node in source.all_nodes]
         for node in nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:

@@ -270,10 +270,11 @@ def other_option(site: Site) -> Iterator[Edits]:
     for name in map(last_name, tests):
         options.setdefault(name, []).append(False)
     for name, others in options.items():
-        for other in dict.fromkeys(others):
+        written = [*settings(site, name)]
+        for other in dict.fromkeys(others) if written else ():
             edits = [
                 source.replace(node, str(other) if other is False else source.quoted(str(other)))
-                for source, node in settings(site, name)
+                for source, node in written
                 if type(value := constant(node)) is type(other) and value != other
                 and OTHER_OPTION.search(f"{name if other is False else value}".lower())
             ]  # fmt: skip

@@ -53,6 +53,7 @@ from compat.user_models import (
     load_forward,
     load_target,
     on_available_device,
+    other_arguments,
     resized,
 )
 from compat.user_models.notebook import code_cells, encoding, read_source
@@ -88,6 +89,7 @@ class Target:
     config_name: str | None = None
     part: str | None = None
     forward: str | None = None
+    other_ways: bool = True
 
     def adapt(self, checkpoint: Checkpoint, texts: Mapping[str, str]) -> Adaptation:
         """Build the model from these texts and adapt it.
@@ -101,7 +103,11 @@ class Target:
             cls = load_target(self.name)
             with handle_errors(cls):
                 model = construct(
-                    cls, checkpoint.config, kwargs=self.kwargs, config_name=self.config_name
+                    cls,
+                    checkpoint.config,
+                    kwargs=self.kwargs,
+                    config_name=self.config_name,
+                    other_ways=self.other_ways,
                 )
                 with resized(cls, checkpoint.config):
                     return adapt(model, checkpoint, part=self.part, forward=forward)
@@ -275,8 +281,26 @@ class Search:
 
     @cached_property
     def present(self) -> Adaptation:
-        """The model as it is."""
+        """The model as it is.
+
+        An edited one must run with the same arguments: others are not tried for every edit.
+        """
+        with contextlib.suppress(CompatError):
+            return self._direct(self.target.kwargs)
+        with contextlib.redirect_stdout(sys.stderr):
+            cls = load_target(self.target.name)
+        kwargs = other_arguments(cls, self.checkpoint.config, self.target.kwargs)
+        if kwargs is not None:
+            with contextlib.suppress(CompatError):
+                return self._direct(kwargs)
         return self.target.adapt(self.checkpoint, {})
+
+    def _direct(self, kwargs: Mapping[str, Any] | None) -> Adaptation:
+        """Adapt the model that is built with these arguments, as all edited ones will be."""
+        direct = replace(self.target, kwargs=kwargs, other_ways=False)
+        found = direct.adapt(self.checkpoint, {})
+        self.target = direct
+        return found
 
     @cached_property
     def imported(self) -> list[str]:

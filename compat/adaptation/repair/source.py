@@ -48,9 +48,14 @@ class Source:
         return ast.Module(body=[], type_ignores=[])
 
     @cached_property
+    def all_nodes(self) -> list[ast.AST]:
+        """All nodes of its syntax, as `ast.walk` returns them."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """The node that every node is a child of."""
-        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        return {child: node for node in self.all_nodes for child in ast.iter_child_nodes(node)}
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -188,14 +193,15 @@ class Source:
     def statements_at(self, line: int) -> list[ast.stmt]:
         """Return the statements that a line belongs to, the innermost first."""
         found = [
-            node for node in ast.walk(self.tree)
+            node for node in self.all_nodes
             if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
         ]  # fmt: skip
         return sorted(found, key=lambda node: (node.end_lineno or 0) - node.lineno)
 
     def nodes(self, kind: type[Node], within: ast.AST | None = None) -> list[Node]:
         """Return the nodes of a kind, in the order of the text."""
-        found = [node for node in ast.walk(within or self.tree) if isinstance(node, kind)]
+        inside = self.all_nodes if within is None else ast.walk(within)
+        found = [node for node in inside if isinstance(node, kind)]
         return sorted(found, key=lambda n: self.span(n)[0] if hasattr(n, "lineno") else 0)
 
 

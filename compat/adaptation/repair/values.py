@@ -123,7 +123,7 @@ def entries(site: Site, name: str) -> Iterator[Written]:
     for source in site.sources.values():
         for statement in source.tree.body:
             yield from (Written(source, v) for v in assignments(statement, name, deep=False))
-        for node in ast.walk(source.tree):
+        for node in source.all_nodes:
             if isinstance(node, ast.ClassDef):
                 for statement in node.body:
                     found = list(assignments(statement, name, deep=False))
@@ -162,10 +162,10 @@ def calls_of(site: Site, name: str) -> Iterator[tuple[Source, ast.Call]]:
 def settings(site: Site, name: str) -> Iterator[tuple[Source, ast.expr]]:
     """Yield a name's values in the user's files: keywords, then defaults and assignments."""
     for source in site.sources.values():
-        for node in ast.walk(source.tree):
+        for node in source.all_nodes:
             if isinstance(node, ast.keyword) and node.arg == name:
                 yield source, node.value
-        for node in ast.walk(source.tree):
+        for node in source.all_nodes:
             if isinstance(node, ast.FunctionDef):
                 default = default_of(node, name)
                 if default is not None:
