@@ -47,7 +47,6 @@ Model = Callable[..., nn.Module]  # a class, or a function that returns a model
 
 _numbers = itertools.count(1)
 _SLOW: set[str] = set()  # files that did not end in time, and are not executed as a whole again
-_OF_FAILED_IMPORTS: set[str] = set()  # the user's modules that were imported before an error
 # Words in the code of a language model.
 FEATURES = (r"(?i)embedding\(|vocab", r"(?i)softmax|attention|nn\.Transformer")
 # Words that distinguish the last of several models in a lesson from those before it.
@@ -271,10 +270,28 @@ def _is_library(name: str, folder: Path) -> bool:
 
 def _forget_siblings() -> None:
     """Remove the modules that were imported with a file, so that they are imported again."""
-    for siblings in (SIBLINGS, _OF_FAILED_IMPORTS):
-        for name in siblings:
-            sys.modules.pop(name, None)
-        siblings.clear()
+    for sibling in SIBLINGS:
+        sys.modules.pop(sibling, None)
+    SIBLINGS.clear()
+
+
+def _forget_incomplete() -> None:
+    """Remove modules that hold a package whose import failed, so that the next import sets it.
+
+    Others remain, so that a file finds the modules beside it if their package cannot be imported.
+    """
+
+    def failed(value: object) -> bool:
+        if not isinstance(value, ModuleType) or sys.modules.get(value.__name__) is value:
+            return False
+        return is_users(str(getattr(value, "__file__", None) or "<built-in>"))
+
+    incomplete = [""]
+    while incomplete:
+        loaded = {name: sys.modules[name] for name in SIBLINGS if name in sys.modules}
+        incomplete = [n for n, m in loaded.items() if any(map(failed, list(vars(m).values())))]
+        for name in incomplete:
+            del sys.modules[name]
 
 
 def _package_module(place: str) -> ModuleType:
@@ -300,8 +317,6 @@ def _importing(
     Modules that are not found elsewhere are searched by `_AboveFinder`.
     `sys.argv` contains only the file's name.
     """
-    while _OF_FAILED_IMPORTS:  # so that they become attributes of their packages again
-        sys.modules.pop(_OF_FAILED_IMPORTS.pop(), None)
     sys.modules[module.__name__] = module
     before, argv, folder = set(sys.modules), sys.argv, Path.cwd()
     sys.argv = [str(module.__file__)]
@@ -314,7 +329,6 @@ def _importing(
             yield
         failed = False
     finally:
-        siblings = _OF_FAILED_IMPORTS if failed else SIBLINGS
         sys.argv = argv
         os.chdir(folder)  # the code may have called os.chdir
         sys.meta_path.remove(above)
@@ -324,9 +338,10 @@ def _importing(
             places = getattr(imported, "__path__", ())  # of a package without __init__.py
             file = getattr(imported, "__file__", None) or next(iter(places), "<built-in>")
             if is_users(file) and above.top in (Path(file), *Path(file).parents):
-                siblings.add(name)
+                SIBLINGS.add(name)
         if failed:
             del sys.modules[module.__name__]
+            _forget_incomplete()
 
 
 class _AboveFinder:
@@ -407,10 +422,10 @@ class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         # Its subclasses are raised where a version is asked for, or a missing library used.
         if not importing or type(cause) is ModuleNotFoundError:
             return False
-        file = importing[-1]
-        fresh = file.endswith(".py") and file not in (str(path), *self._files)
-        self._files |= {file} if fresh else set()
-        return fresh
+        done = {str(path), *self._files}  # a module that fails again makes its importer fail
+        fresh = [file for file in importing if file.endswith(".py") and file not in done]
+        self._files |= {*fresh[-1:]}
+        return bool(fresh)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -617,9 +632,15 @@ def _takes_two_sequences(definition: ast.ClassDef) -> bool:
 
 
 def _only_trains(definition: ast.ClassDef) -> bool:
-    """Return whether a class has the methods of Lightning for training, and no `forward`."""
+    """Return whether a class has Lightning's methods for training, and is passed its model.
+
+    So is one without a `forward`.
+    """
     names = {getattr(node, "name", "") for node in definition.body}
-    return "forward" not in names and bool(names & {"training_step", "configure_optimizers"})
+    inits = [n for n in definition.body if isinstance(n, ast.FunctionDef) and n.name == INIT]
+    passed = any(arg.arg == "model" for init in inits for arg in init.args.args)
+    trains = bool(names & {"training_step", "configure_optimizers"})
+    return trains and (passed or "forward" not in names)
 
 
 def _unused(

@@ -206,6 +206,42 @@ def test_modules_that_hold_a_package_whose_import_failed_are_imported_again(
     assert vars(load_target(f"{path}:GPT"))["get"]() == 5
 
 
+def test_modules_beside_a_file_are_found_if_their_package_cannot_be_imported(
+    tmp_path: Path,
+) -> None:
+    package = tmp_path / "own_models"
+    for part in ("gpt", "other"):
+        (package / part).mkdir(parents=True)
+    init = (
+        "from .gpt.sizes import SIZE\nfrom .gpt.model import GPT\nfrom .other.model import Other\n"
+    )
+    write(package / "__init__.py", init)
+    write(package / "other" / "__init__.py", "from .model import Other\n")
+    write(package / "other" / "model.py", "from json import no_such_name as Other\n")
+    write(package / "gpt" / "__init__.py", "")
+    write(package / "gpt" / "sizes.py", "SIZE = 5\n")
+    text = f"import no_such_log\nfrom .sizes import SIZE\n{GPT}    size = SIZE"
+    path = write(package / "gpt" / "model.py", text)
+    assert vars(load_target(f"{path}:GPT"))["size"] == 5
+
+
+def test_a_class_that_trains_a_model_that_it_is_passed_is_not_selected(tmp_path: Path) -> None:
+    trainer = """
+
+class Trainer(nn.Module):
+    def __init__(self, args, model: GPT = None):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids)
+
+    def training_step(self, batch):
+        return self(batch)
+"""
+    assert load_target(str(write(tmp_path / "own_trainer.py", GPT + trainer))).__name__ == "GPT"
+
+
 def test_two_files_may_import_each_other(tmp_path: Path) -> None:
     write(tmp_path / "own_part.py", "from own_gpt import SIZE\nPART = SIZE")
     text = f"SIZE = 5\nfrom own_part import PART\n{GPT}    size = PART"
