@@ -617,6 +617,12 @@ def adapted(source: Path, tmp_path: Path, edits: Edits) -> Adaptation:
     return Target(f"{file}:GPT").adapt(open_checkpoint(source), {})
 
 
+def further_lines(found: Finding) -> list[str]:
+    """Return the text of the further lines that a finding names."""
+    places = [place.rpartition(":") for place in found.also]
+    return [linecache.getline(file, int(line)).strip() for file, _, line in places]
+
+
 def only_finding(adaptation: Adaptation, code: str) -> Finding:
     """Return the only finding with this code."""
     [found] = [finding for finding in adaptation.findings if finding.code == code]
@@ -1874,16 +1880,20 @@ def test_a_factor_of_each_layer_is_not_the_weight_of_a_norm(tiny: Path, tmp_path
     assert "factors" in found["random_parameters"].message
 
 
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [("nn.Parameter(torch.randn(rows, width))", "[ids]"), ("nn.Embedding(rows, width)", "(ids)")],
+)
 def test_the_call_of_an_own_embedding_is_named_where_positions_are_missing(
-    tiny: Path, tmp_path: Path
+    tiny: Path, tmp_path: Path, table: str, row: str
 ) -> None:
-    own = """class Table(nn.Module):
+    own = f"""class Table(nn.Module):
     def __init__(self, rows, width):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, width))
+        self.weight = {table}
 
     def forward(self, ids):
-        return self.weight[ids]
+        return self.weight{row}
 
 
 class GPT("""
@@ -1894,4 +1904,5 @@ class GPT("""
         ("        self.pos_emb = nn.Embedding(context_length, emb_dim)\n", ""),
     ]
     found = only_finding(adapted(tiny, tmp_path, edits), "no_pos")
-    assert found.source_line == "x = self.tok_emb(ids)"
+    lines = [found.source_line] if "Parameter" in table else further_lines(found)
+    assert "x = self.tok_emb(ids)" in lines

@@ -186,8 +186,9 @@ class LayerAttention:
             [value] = self.graph.run([mask], {})
             later = torch.ones(value.shape[-2:], dtype=torch.bool).triu(1)
             numbers = torch.unique(value[..., later])
-            if len(numbers) == 1 and numbers > -1e3 and not value[..., ~later].any():
-                return node, numbers.item()
+            if len(numbers) == 1 and not value[..., ~later].any():
+                if -1e3 < numbers.item() < math.inf:  # the softmax excludes what is lower
+                    return node, numbers.item()
         return None
 
     @cached_property
@@ -601,10 +602,8 @@ def unknown_attention(layer: LayerAttention) -> Deviation | None:
     lines = [place]
     if layer.op.others:
         place = layer.graph.place(layer.op.product)
-        lines = [
-            place,
-            *map(layer.graph.place, [*layer.op.others, layer.op.scores or layer.op.product]),
-        ]
+        scores = [*layer.op.others, *([layer.op.scores] if layer.op.scores else [])]
+        lines = [place, *map(layer.graph.place, scores)]
         found = (
             f"the weights of the values are computed from {1 + len(layer.op.others)} products of "
             "queries and keys, as in differential attention, but GPT-2 computes them from one"

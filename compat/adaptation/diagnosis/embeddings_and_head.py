@@ -114,9 +114,10 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
         line = source.running(context.graph, lookups)
         yield Deviation("embed", line or position_line(context), {}, changes, message=message)
     else:
-        # Of a class of the user's for the table, the call.
-        line = source.projecting(context.graph, context.model, context.anatomy.token_embedding)
-        lines = [line, context.owner_of("wte.weight")]
+        node, graph, model = context.anatomy.token_embedding, context.graph, context.model
+        line = source.projecting(graph, model, node)  # of a class with a table alone, the call
+        call = source.embedding_call(graph, model, node)
+        lines = [line, call, context.owner_of("wte.weight")]
         yield Deviation("embed", line, {}, Changes(weights={"wpe.weight": None}), lines=lines)
 
 

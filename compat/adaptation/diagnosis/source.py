@@ -96,6 +96,18 @@ def projecting(graph: Graph, model: nn.Module, node: Node) -> Place | None:
     return graph.place(node)
 
 
+def embedding_call(graph: Graph, model: nn.Module, node: Node) -> Place | None:
+    """Return the line that calls a user's own embedding, rather than the look-up inside it."""
+    frames = graph.places(node)
+    for path in _module_paths(node):
+        module = model.get_submodule(path)
+        if len(list(module.parameters())) != 1:
+            break
+        if _is_users(module) and len(frames) > 1:
+            frames = frames[:-1]
+    return frames[-1] if frames else None
+
+
 def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
     """Return the line that calls a norm, not one inside it or in a module around it alone."""
     frames, inputs = graph.places(norm.end), _module_paths(norm.start)

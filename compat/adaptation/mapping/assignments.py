@@ -516,15 +516,16 @@ def _heads_of_projections(graph: Graph, sources: list[View], operand: View) -> l
     """
     _, H, _, D = operand.index.shape
     own = [source for source in sources if source.index.shape[2] == D]
-    starts = list(accumulate((prod(size(source.nodes[0])) for source in own), initial=0))
-    heads = []
+    of_heads: list[View] = []
     for h in range(H):
         head = View(operand.nodes, operand.index[:, h])
-        found = [i for i, s in enumerate(own) if len(_used_channels(graph, s, head)) == D]
+        found = [source for source in own if len(_used_channels(graph, source, head)) == D]
         if len(found) != 1:
             return []
-        heads.append(own[found[0]].index + starts[found[0]])
-    nodes = tuple(node for source in own for node in source.nodes)
+        of_heads += found
+    nodes = tuple(dict.fromkeys(node for source in of_heads for node in source.nodes))
+    starts = dict(zip(nodes, accumulate((prod(size(n)) for n in nodes), initial=0), strict=False))
+    heads = [source.index + starts[source.nodes[0]] for source in of_heads]
     return [View(nodes, torch.stack(heads, dim=1))]
 
 
