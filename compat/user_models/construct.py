@@ -120,8 +120,8 @@ def construct(
             only its own entries.
         config_name: The name of a config in the target's module, which becomes the first argument
             unchanged.
-        other_ways: Whether to look for other sizes and arguments if the model does not run with
-            these.
+        other_ways: Whether to try other arguments and sizes; without, all that are not found by
+            their names must be in `kwargs`.
 
     Raises:
         AdaptError: An argument cannot be found, or the user's code raises.
@@ -144,7 +144,7 @@ def construct_with_call(
     Entries of configs in the target's module that the call contradicts follow, other than sizes and
     dropout, and names that were assumed, because the code reads and does not define them.
     """
-    if not isinstance(target, type) or config_name is not None:
+    if not isinstance(target, type) or config_name is not None or not other_ways:
         return _built(target, config, kwargs, config_name)
     with _quietly(), translated(f"{target.__name__} cannot be built", advice=MAKE_MODEL):
         inferred = _inferred(target, config, kwargs)
@@ -153,9 +153,6 @@ def construct_with_call(
     if undefined := undefined_sizes(target, config):
         values = _listed_entries(undefined)
         more += f"; your code reads names that it does not define, so compat set {values}"
-    if not other_ways:
-        model, described = _built(target, config, kwargs)
-        return model, described + more
     failure: AdaptError | None = None
     try:
         model, described = _built(target, config, kwargs)
@@ -172,22 +169,28 @@ def construct_with_call(
     return model, described + more
 
 
-def other_arguments(
-    target: Callable[..., nn.Module], config: GPT2Config, kwargs: Mapping[str, Any] | None
+def found_by_trying(
+    target: Callable[..., nn.Module],
+    config: GPT2Config,
+    kwargs: Mapping[str, Any] | None,
+    *,
+    runs: bool = True,
 ) -> dict[str, Any] | None:
-    """Return arguments with which a class runs that does not run as `construct` first builds it.
+    """Return `kwargs` and the arguments of a class that `construct` finds by trying.
 
-    None if there are none, or if it runs in other sizes only.
+    Args:
+        target, config, kwargs: as for `construct`.
+        runs: Whether the model runs with the arguments that are found first. Otherwise others are
+            returned, or None if there are none or if it runs in other sizes only.
     """
-    if not isinstance(target, type):
-        return None
-    with _quietly(), contextlib.suppress(AdaptError):
-        kwargs = merged(_inferred(target, config, kwargs), kwargs or {})
-        other = _other_way(target, config, kwargs)
-        if other is not None and other[0] == config:
-            found: dict[str, Any] = merged(other[1], kwargs)
-            return found
-    return None
+    own = dict(kwargs or {})
+    if isinstance(target, type):
+        with _quietly(), contextlib.suppress(AdaptError, ModuleNotFoundError):
+            own = merged(_inferred(target, config, kwargs), own)
+            other = None if runs else _other_way(target, config, own)
+            if other is not None and other[0] == config:
+                own, runs = merged(other[1], own), True
+    return own if runs else None
 
 
 @contextlib.contextmanager
@@ -242,10 +245,10 @@ class _NewTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in _FACTORIES:
-            self._count(func, args, kwargs)
-        found = func(*args, **kwargs)
+        if func not in _FACTORIES:  # others are called by the million, as by a loop over elements
+            return func(*args, **(kwargs or {}))
+        self._count(func, args, kwargs or {})
+        found = func(*args, **(kwargs or {}))
         if func is torch.empty and found.dim() == 1 and found.is_floating_point():
             found.fill_(1.0)
         return found

@@ -50,10 +50,10 @@ from compat.user_code import SIBLINGS, handle_errors
 from compat.user_models import (
     construct,
     edited_sources,
+    found_by_trying,
     load_forward,
     load_target,
     on_available_device,
-    other_arguments,
     resized,
 )
 from compat.user_models.notebook import code_cells, encoding, read_source
@@ -283,16 +283,16 @@ class Search:
     def present(self) -> Adaptation:
         """The model as it is.
 
-        An edited one must run with the same arguments: others are not tried for every edit.
+        An edited one is built with the same arguments: others are not tried for every edit.
         """
-        with contextlib.suppress(CompatError):
-            return self._direct(self.target.kwargs)
         with contextlib.redirect_stdout(sys.stderr):
             cls = load_target(self.target.name)
-        kwargs = other_arguments(cls, self.checkpoint.config, self.target.kwargs)
-        if kwargs is not None:
-            with contextlib.suppress(CompatError):
-                return self._direct(kwargs)
+        for runs in (True, False) if self.target.config_name is None else ():
+            config, kwargs = self.checkpoint.config, self.target.kwargs
+            kwargs = found_by_trying(cls, config, kwargs, runs=runs)
+            if kwargs is not None:
+                with contextlib.suppress(CompatError):
+                    return self._direct(kwargs)
         return self.target.adapt(self.checkpoint, {})
 
     def _direct(self, kwargs: Mapping[str, Any] | None) -> Adaptation:
