@@ -632,9 +632,9 @@ def _takes_two_sequences(definition: ast.ClassDef) -> bool:
 
 
 def _only_trains(definition: ast.ClassDef) -> bool:
-    """Return whether a class has Lightning's methods for training, and is passed its model.
+    """Return whether a class trains a model that it is passed, or has no `forward`.
 
-    So is one without a `forward`.
+    Such a class has Lightning's methods for training.
     """
     names = {getattr(node, "name", "") for node in definition.body}
     inits = [n for n in definition.body if isinstance(n, ast.FunctionDef) and n.name == INIT]

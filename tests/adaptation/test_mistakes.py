@@ -1805,7 +1805,7 @@ def test_flattened_logits_are_reported(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_table_of_relative_positions_is_one_finding(tiny: Path, tmp_path: Path) -> None:
-    """A mask that adds -1e9 excludes later tokens, so it is no finding."""
+    """A mask that adds -1e9 excludes later tokens, so it is not reported."""
     table = "self.near = nn.Parameter(torch.randn(context, self.head_dim))\n        self.drop = nn"
     edits = [
         ("self.drop = nn", table),

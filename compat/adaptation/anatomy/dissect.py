@@ -584,7 +584,8 @@ class _Dissection:
             end = self._with_bias(last) if mlp_proj else act
             mlp_sum = self._with_own_input(self._sum(end, {last}, until), x2)
             if mlp_sum.shortcut is None and mlp_proj:  # no residual connection ends the branch
-                mlp_sum = Sum(self._activated(end), self._activated(end), None)
+                activated = self._activated(end)
+                mlp_sum = Sum(activated, activated, None)
             if attn_sum.node is mlp_sum.node and products & above[fc]:
                 attn_sum = Sum(attn, attn, None)  # x + mlp(attn(x))
             elif attn_sum.node is mlp_sum.node:  # both are summed before they join the stream

@@ -86,7 +86,7 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
         parameters = bool(lengths) and not projects
         own_lengths = all(n == 1 or n % size(last)[-1] == 0 for n in lengths)
         if not reduces and (_joins(graph, first, piece) or not (projects or own_lengths)):
-            consumed = True  # nor is a sum of branches a part of a norm, or a factor of each layer
+            consumed = True  # a norm contains neither a sum of branches nor a factor of each layer
         elif reduces and (not found or consumed or divided):
             found.append((first, last))
             consumed = parameters or any(kind(node) in NORM_KERNELS for node in piece)

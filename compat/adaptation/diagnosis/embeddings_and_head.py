@@ -282,7 +282,7 @@ FLATTENED = r"(view|reshape)\(-1, |flatten\(0, 1\)|(view|reshape)\(\w+ ?\* ?\w+,
 
 
 @deviation(
-    "the model returns logits of shape {found}, but GPT-2 returns (B, T, V), so compat reshaped "
+    "the model returns logits of shape (B·T, V), but GPT-2 returns (B, T, V), so compat reshaped "
     "them",
     "logits.view(B, T, V)",
     severity="info",
@@ -290,6 +290,4 @@ FLATTENED = r"(view|reshape)\(-1, |flatten\(0, 1\)|(view|reshape)\(\w+ ?\* ?\w+,
 def output_shape(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.flat_logits and not context.with_targets:
         place = source.running(context.graph, [context.anatomy.head])
-        yield Deviation(
-            None, source.matching(context.model, FLATTENED) or place, {"found": "(B·T, V)"}
-        )
+        yield Deviation(None, source.matching(context.model, FLATTENED) or place)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.attention import attention_in
@@ -328,8 +329,7 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
     if hf in unmatched.shapes or hf in unmatched.shared or module in context.places.missing:
         return None
     if any(module == each.module for each in context.mapping.unknown):
-        parameters = unmatched.nodes[f"{module}.weight"]
-        has_bias = any(context.graph.values[node].ndim == 1 for node in parameters)
+        has_bias = _include_bias(context, unmatched.nodes[f"{module}.weight"])
         return None if parts[-2:] != ["c_attn", "bias"] or has_bias else "no_qkv_bias"
     if parts[0] == "h" and int(parts[1]) >= len(context.anatomy.layers):
         return None
@@ -337,9 +337,8 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
         attention = context.mapping.attentions[int(parts[1])]
         if attention.kv_heads and parts[-1] == "bias":
             layer = context.anatomy.layers[int(parts[1])]
-            projected = context.graph.parameters_between(layer.qkv_ends, [layer.x1])
-            has_bias = any(context.graph.values[node].ndim == 1 for node in projected)
-            return None if has_bias else "no_qkv_bias"
+            projecting = context.graph.parameters_between(layer.qkv_ends, [layer.x1])
+            return None if _include_bias(context, projecting) else "no_qkv_bias"
         if attention.kv_heads or attention.shared_kv:
             return None
     if parts[0] == "h" and parts[2] in ("ln_2", "mlp"):
@@ -358,6 +357,10 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
         end = "attn.c_proj.weight"  # the whole projection is missing
     end = re.sub(r"^ln_[12f]\.", "ln.", end)
     return next((code for code, (ends, _, _) in MISSING.items() if end in ends), None)
+
+
+def _include_bias(context: DiagnosisContext, parameters: Sequence[Node]) -> bool:
+    return any(context.graph.values[node].ndim == 1 for node in parameters)
 
 
 def _substitute(context: DiagnosisContext, hf: str) -> Tensor | None:

@@ -173,7 +173,7 @@ class CallSignature:
         """Return whether the model returns logits (B·T, V) for ids (B, T)."""
         if self.rows is not None or self.time_first:
             return False
-        with eval_mode(model), torch.no_grad():
+        with eval_mode(model), plain_kernels():
             output = self._output(model, ids)
         return has_flat_logits(output, ids)
 
