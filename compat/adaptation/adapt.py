@@ -390,7 +390,7 @@ def _map(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> _Mapped
         last_only, output_softmax = keep_every_position(graph), remove_output_softmax(graph)
         anatomy = dissect(graph, partial)
         width = size(graph.output)[-1]
-        if width not in (anatomy.vocabulary, config.vocab_size):
+        if width not in (anatomy.vocabulary, config.vocab_size) and 2 * width < anatomy.vocabulary:
             raise AdaptError(
                 f"the output has {width} values per token and the token embedding has "
                 f"{anatomy.vocabulary} rows, as in a classifier, but logits over the vocabulary "
@@ -540,7 +540,7 @@ def _map_time_first(run: _Run, error: BatchFirst, partial: bool) -> _Mapped:
     tables = [mapped.assignments.by_tensor.get(name) for name in ("wte.weight", "wpe.weight")]
     if tables[0] is not None:
         (table,), positions = tables[0][0], tables[1][0][0] if tables[1] else None
-        found = embedding_of(mapped.anatomy.graph, mapped.anatomy.embed, table, positions)
+        found = embedding_of(mapped.anatomy, table, positions)
         if found is None or found.by_batch:
             raise error from None
     return mapped

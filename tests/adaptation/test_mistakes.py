@@ -121,6 +121,24 @@ GELU = 'F.gelu(self.up(x), approximate="tanh")'
 
 # The edits, the code, and part of the line that the finding names.
 MISTAKES: dict[str, tuple[Edits, str, str]] = {
+    "a norm of the token embedding": (
+        [
+            (HEAD, f"        self.tok_norm = LayerNorm(emb_dim)\n{HEAD}"),
+            ("self.tok_emb(ids) +", "self.tok_norm(self.tok_emb(ids)) +"),
+        ],
+        "extra_ln",
+        "self.tok_norm(self.tok_emb(ids))",
+    ),
+    "positions that multiply the tokens": (
+        [("self.tok_emb(ids) +", "self.tok_emb(ids) *")],
+        "unexplained",
+        "self.tok_emb(ids) *",
+    ),
+    "one output less than tokens": (
+        [("nn.Linear(emb_dim, vocab_size, bias=False)", "nn.Linear(emb_dim, vocab_size - 1)")],
+        "vocab_mismatch",
+        "vocab_size - 1",
+    ),
     "the keys of the tokens before": (
         [
             (
@@ -557,6 +575,7 @@ BY_OWN_OPERATIONS = [
     "a convolution before q, k and v", "gated heads", "mixed heads", "scores of an earlier layer",
     "values of an earlier layer", "values without a norm", "attention from head to head",
     "a softmax over the heads after a finite mask", "masked scores of 1e-9",
+    "a norm of the token embedding",
 ]  # fmt: skip
 
 EQUAL: dict[str, Edits] = {

@@ -201,12 +201,15 @@ class Anatomy:
     Args:
         graph: the model's graph.
         token_embedding: the node that looks up the token table.
-        embed: the sum of token and position embeddings, before any norm.
+        looked_up: the same with factors; without positions behind a norm or a projection, `embed`.
+        embed: the sum of token and position embeddings, before any norm of the sum.
+        own_input: the operand of this sum that is computed from the tokens, behind a norm or a
+            projection; otherwise None.
         layers: the blocks, in their order.
         xf: the input of the head, tap `ln_f`.
         head: the projection to the vocabulary.
         logits: the output.
-        width: C.
+        width: C, that of the residual stream.
         vocabulary: rows of the token table.
         leading: projections between the embeddings and the first attention, of which GPT-2 has
             none.
@@ -214,7 +217,9 @@ class Anatomy:
 
     graph: Graph
     token_embedding: Node
+    looked_up: Node
     embed: Node
+    own_input: Node | None
     layers: list[Layer]
     xf: Node
     head: Node
@@ -380,26 +385,30 @@ class _Dissection:
     def run(self) -> Anatomy:
         graph = self.graph
         levels = self._levels(self._attention_ops())
-        tokens, embed = self._embedding()
+        tokens, looked_up = self._embedding()
+        embed, own_input = self._later_sum(looked_up) or (looked_up, None)
         self.width = size(tokens)[-1]
         head = self._head(tokens)
         between = graph.parameters_between([self.index.input_of(head)], [embed])
         if not levels and any(graph.values[node].ndim > 1 for node in between):
             raise self._no_attention()
         inputs = [self._inputs(i, attention_ops) for i, attention_ops in enumerate(levels)]
+        if inputs:
+            self.width = prod(size(inputs[0][1])) // prod(graph.shape)
         layers = []
         for i, attention_ops in enumerate(levels):
             last = i + 1 == len(levels)
             until = [head] if last else [op.product for op in levels[i + 1]]
             after = {head} if last else {head, *inputs[i + 1][0]}
             layers.append(self._layer(i, attention_ops, *inputs[i], until, after))
-        rows = prod(size(self._table(tokens))) // self.width
+        rows = prod(size(self._table(tokens))) // size(tokens)[-1]
         xf = self.index.input_of(head)
         first = set() if not layers else {*graph.between([layers[0].x1], [embed])}
         leading = [n for n in self.index.live if n in first & self.index.projections]
         return Anatomy(
-            graph, tokens, embed, layers, xf, head, graph.output, self.width, rows, leading
-        )
+            graph, tokens, looked_up, embed, own_input, layers, xf, head, graph.output, self.width,
+            rows, leading,
+        )  # fmt: skip
 
     def _attention_ops(self) -> list[AttentionOp]:
         found: list[AttentionOp] = []
@@ -527,6 +536,30 @@ class _Dissection:
         if kind(user) not in EMBEDDINGS:
             return False
         return all(self.index.frontier(a) <= tables for a in live_inputs(self.graph, user))
+
+    def _later_sum(self, looked_up: Node) -> tuple[Node, Node] | None:
+        """Return the sum with positions behind a norm or a projection, and its own operand."""
+        graph = self.graph
+        if any(self._is_table_of_positions(n) for n in graph.between([looked_up], [graph.input])):
+            return None
+        users = {*live_users(graph, looked_up)}
+        while users:
+            node = min(users, key=graph.order.__getitem__)
+            if node in self.index.mixers:
+                return None
+            if len(users) == 1 and kind(node) in ("add", "cat"):
+                inputs = [a for a in tensor_inputs(node) if a in graph.live]
+                if len(inputs) == 1 and any(map(self._is_table_of_positions, tensor_inputs(node))):
+                    return node, inputs[0]
+            users = users - {node} | {*live_users(graph, node)}
+        return None
+
+    def _is_table_of_positions(self, node: Node) -> bool:
+        """Return whether a node holds a vector of parameters for each position."""
+        if node in self.graph.live or not self.graph.parameters_of.get(node) or not size(node):
+            return False
+        B, T = self.graph.shape
+        return T in size(node)[:-1] and prod(size(node)) in (T * size(node)[-1] * n for n in (1, B))
 
     def _table(self, node: Node) -> Node:
         """Return the table of an embedding, or of a product with one-hot vectors."""

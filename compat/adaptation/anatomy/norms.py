@@ -222,8 +222,9 @@ class NormPlaces:
         named: norms by names such as `h.0.ln_1`.
         post: names of norms on the residual stream after a sum (post-LN).
         on_output: names of norms on a branch's result before the sum.
-        extra: norms that GPT-2 does not have, by position: "embed", "h.0.resid_mid" and "h.0.out"
-            for the residual stream, "h.0.attn" and "h.0.mlp" for the result of a branch.
+        extra: norms that GPT-2 does not have, by position: "wte" for the token embedding alone,
+            "embed", "h.0.resid_mid" and "h.0.out" for the residual stream, "h.0.attn" and
+            "h.0.mlp" for the result of a branch.
         from_norm: names of norms from whose result the shortcut starts.
         cross: norms of cross-attention.
         missing: names of norms that were not found.
@@ -265,6 +266,9 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
         stream = layer.out
     final = norms_between(graph, stream, anatomy.xf)
     places = NormPlaces()
+    if anatomy.own_input is not None:
+        for norm in norms_between(graph, anatomy.looked_up, anatomy.own_input):
+            places.extra["wte"] = norm
     for number in _start_from_norm(anatomy, branches):
         branches[number].before.append(branches[number].stream.pop())
         places.from_norm.append(_names(number)[0])

@@ -96,7 +96,7 @@ class DiagnosisContext:
             return None
         positions = assigned["wpe.weight"][0][0] if "wpe.weight" in assigned else None
         table = assigned["wte.weight"][0][0]
-        return embedding_of(self.graph, self.anatomy.embed, table, positions)
+        return embedding_of(self.anatomy, table, positions)
 
     @cached_property
     def norm_formulas(self) -> dict[str, NormFormula | None]:

@@ -177,13 +177,29 @@ def _by_batch(context: DiagnosisContext, found: EmbeddingFormula) -> Deviation:
 
 @detects("unexplained")
 def unknown_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
+    graph, embed = context.graph, context.anatomy.embed
+    if joined := joined_positions(context):
+        how = {"cat": "concatenated", "mul": "multiplied"}[kind(joined[0])]
+        found = f"token embedding and position embedding are {how}, but GPT-2 adds them"
+        yield Deviation("embed", source.running(graph, joined), {"found": found})
     # A token table of another width is reported as such.
-    if context.embedding is None and "wte.weight" in context.mapping.by_tensor:
+    elif context.embedding is None and "wte.weight" in context.mapping.by_tensor:
         drawn = any(kind(node) in DRAWS for node in _path(context))
-        if drawn or shifted_ids(context.graph, context.anatomy.embed):
+        if drawn or shifted_ids(graph, embed):
             return  # these have codes of their own
         found = "the embedding is not the sum of a token embedding and a position embedding"
         yield Deviation("embed", _sum_line(context), {"found": found})
+
+
+def joined_positions(context: DiagnosisContext) -> list[Node]:
+    """Return the nodes that concatenate or multiply the tokens with a table of positions."""
+    graph, T = context.graph, context.graph.shape[1]
+    joining = [n for n in _path(context) if n in graph.live and kind(n) in ("cat", "mul")]
+    return [
+        node for node in joining
+        if any(graph.parameters_of[a] and T in size(a)[:-1]
+               for a in tensor_inputs(node) if a not in graph.live)
+    ]  # fmt: skip
 
 
 @deviation(

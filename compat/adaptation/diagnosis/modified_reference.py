@@ -34,8 +34,8 @@ class Changes:
         norm_fields: fields of `NormFormula`, by the norm's name and the field's.
         norm_formula: other formulas of norms, by name.
         extra_norm: norms that GPT-2 does not have, by position: the tap of the residual stream
-            that they follow, such as "embed" or "h.0.out"; "final"; "h.0.attn" or "h.0.mlp" for
-            the output of a branch; or "h.0.ln_1.before".
+            that they follow, such as "embed" or "h.0.out"; "wte" for the token embedding alone;
+            "final"; "h.0.attn" or "h.0.mlp" for the output of a branch; or "h.0.ln_1.before".
         post_norm: names of norms that are applied after the residual sum.
         norm_on_output: names of norms that are applied to the output of the branch.
         residual_from_norm: names of norms after which the residual connection starts.
@@ -147,7 +147,7 @@ class ModifiedReference:
 
     def _embed(self, ids: Tensor) -> Tensor:
         T, changes = ids.shape[1], self.changes
-        x = self.weights["wte.weight"][ids] * changes.token_scale
+        x = self._extra_norm("wte", self.weights["wte.weight"][ids] * changes.token_scale)
         if "wpe.weight" in self.weights:
             rows = self.weights["wpe.weight"][changes.position_offset : changes.position_offset + T]
             x = x + rows * changes.position_scale

@@ -17,11 +17,12 @@ from torch.fx import Node
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.attention import attention_in
 from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.embeddings_and_head import joined_positions
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
 from compat.adaptation.mapping.assignments import UnknownProjection
 from compat.adaptation.result import Severity
-from compat.adaptation.tracing.graph import Place
+from compat.adaptation.tracing.graph import Place, size
 from compat.checkpoint.layout import HEAD
 from compat.errors import collapse_layers, listed
 from compat.name_map import all_parameters, sliced, whole_of
@@ -56,10 +57,20 @@ def n_embd_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     "vocab_size={expected}",
 )
 def vocab_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
-    found, expected = _rows(context, "wte.weight"), context.config.vocab_size
-    if found is not None and found != expected:
-        values = {"found": found, "expected": expected}
-        yield Deviation("logits", context.owner_of("wte.weight"), values)
+    found, expected = context.anatomy.vocabulary, context.config.vocab_size
+    logits, place = size(context.graph.output)[-1], context.owner_of("wte.weight")
+    if found != expected:
+        yield Deviation("logits", place, {"found": found, "expected": expected})
+    elif logits != expected:
+        head = context.graph.parameters_between([context.anatomy.head], [context.anatomy.xf])
+        if head:
+            place = source.built(context.model, context.graph.names[head[0]])
+        values = {"found": logits, "expected": expected}
+        message = (
+            "the model returns {found} logits for each token, but the checkpoint's vocabulary has "
+            "{expected} tokens"
+        )
+        yield Deviation("logits", place, values, message=message)
 
 
 @deviation(
@@ -69,17 +80,17 @@ def vocab_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     severity="info",
 )
 def context_too_short(context: DiagnosisContext) -> Iterator[Deviation]:
-    found, expected = _rows(context, "wpe.weight"), context.config.n_positions
+    found, expected = _positions(context), context.config.n_positions
     if found is not None and found < expected:
         values = {"found": found, "expected": expected}
         yield Deviation(None, context.owner_of("wpe.weight"), values)
 
 
-def _rows(context: DiagnosisContext, hf: str) -> int | None:
-    """Return the number of rows of the model's table if it differs from the checkpoint's."""
-    if hf in context.unmatched.shapes:
-        return prod(context.unmatched.shapes[hf][0]) // context.anatomy.width
-    assigned = context.mapping.by_tensor.get(hf)
+def _positions(context: DiagnosisContext) -> int | None:
+    """Return the rows of the table of positions if they differ from the checkpoint's."""
+    if "wpe.weight" in context.unmatched.shapes:
+        return prod(context.unmatched.shapes["wpe.weight"][0]) // size(context.anatomy.embed)[-1]
+    assigned = context.mapping.by_tensor.get("wpe.weight")
     return assigned[1].wanted if assigned and isinstance(assigned[1], Rows) else None
 
 
@@ -209,6 +220,8 @@ def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
     others = [hf for hf in others if not _computes_gate(context, hf)]  # gated_mlp
     if context.n_head not in (None, context.config.n_head) or _head_width(context):
         others = [hf for hf in others if ".attn." not in hf]
+    if joined_positions(context):
+        others = [hf for hf in others if hf not in ("wte.weight", "wpe.weight")]
     if others and context.anatomy.width == context.config.n_embd:
         own, expected = shapes[others[0]]
         tensors = listed(collapse_layers(others))
@@ -216,7 +229,9 @@ def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
         lines = []
         for hf in others:
             norm = context.places.named.get(hf.rpartition(".")[0])
-            if norm is not None:
+            if norm is None:
+                lines.append(context.owner_of(hf))
+            else:
                 node = norm.scale if hf.endswith(".weight") else norm.shift
                 name = context.graph.names.get(node) if node is not None else None
                 lines += [source.built(context.model, name)] if name else []
@@ -575,6 +590,8 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
             own_finding = [layer.mlp_sum.branch]
         own_finding += [layer.mlp] if layer.unknown else []  # unknown_mlp
         known |= set(graph.parameters_between(own_finding, [layer.x2]))
+    if context.anatomy.own_input is not None:  # extra_projection, extra_ln, or unexplained
+        known |= {*graph.parameters_between([context.anatomy.embed], [context.anatomy.looked_up])}
     if context.anatomy.leading:  # extra_projection, or an MLP before attention
         x1 = context.anatomy.layers[0].x1
         known |= {*graph.parameters_between([x1], [context.anatomy.embed])}

@@ -742,25 +742,30 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
         )
     table = tables[0]
 
-    def is_table(node: Node) -> bool:
+    def is_table(node: Node, C: int = C) -> bool:
         shape = graph.values[node].shape
         return node is not table and C in shape and shape.numel() > C
 
-    def assign(hf: str, node: Node, rows: int, start: int = 0) -> None:
+    def assign(hf: str, node: Node, rows: int, C: int = C, start: int = 0) -> None:
         """Assign a tensor, or the rows that both have if their number differs."""
         pattern = _pattern(graph, node, C)
-        wanted = graph.values[node].numel() // config.n_embd
+        wanted = graph.values[node].numel() // C
         plain: dict[str, Op] = {"r c -> r c": Same(), "r c -> c r": Transpose()}
         op = plain.get(pattern) or Rearrange(pattern)
         found.by_tensor[hf] = (node,), op if wanted == rows else Rows(rows, wanted, pattern, start)
 
-    assign(EMBEDDING, table, config.vocab_size)
-    for node in filter(is_table, graph.parameters_between([anatomy.embed], [])):
+    assign(EMBEDDING, table, config.vocab_size, size(anatomy.token_embedding)[-1])
+    own_input = [] if anatomy.own_input is None else [anatomy.own_input]
+    added = graph.parameters_between([anatomy.embed], own_input)
+    width = size(anatomy.embed)[-1]  # of factorized embeddings, another than the stream's
+    for node in added:
+        if not is_table(node, width):
+            continue
         spare = graph.values[node].numel() // config.n_embd - config.n_positions
-        formula = embedding_of(graph, anatomy.embed, table, node) if spare > 0 else None
+        formula = embedding_of(anatomy, table, node) if spare > 0 else None
         first = formula.offset if formula is not None else None
         start = first if first is not None and 0 <= first <= spare else 0
-        assign("wpe.weight", node, config.n_positions, start)
+        assign("wpe.weight", node, config.n_positions, width, start)
         break
     for node in graph.parameters_between([anatomy.logits], [anatomy.xf]):
         if is_table(node):
@@ -827,10 +832,12 @@ class EmbeddingFormula:
     by_batch: bool = False
 
 
-def embedding_of(
-    graph: Graph, embed: Node, table: Node, positions: Node | None
-) -> EmbeddingFormula | None:
-    """Measure the formula of the embeddings; None if no such formula fits."""
+def embedding_of(anatomy: Anatomy, table: Node, positions: Node | None) -> EmbeddingFormula | None:
+    """Measure the formula of the embeddings; None if no such formula fits.
+
+    A norm or a projection of the tokens alone is no part of it, and is skipped.
+    """
+    graph, embed = anatomy.graph, anatomy.embed
     T = graph.shape[1]
     view = token_view(graph, embed)
     if view is None:
@@ -851,12 +858,17 @@ def embedding_of(
             number = 1.0 if node is wanted or node in factors else 0.0
             return torch.tensor(number, dtype=torch.float64).expand(graph.values[node].shape)
 
-        return view.read(graph.run([embed], ids, value))
+        if anatomy.own_input is None:
+            return view.read(graph.run([embed], ids, value))
+        [looked_up] = graph.run([anatomy.looked_up], ids, value)
+        return view.read(graph.run([embed], ids | {anatomy.own_input: looked_up}, value))
 
+    if anatomy.own_input is not None and size(anatomy.own_input) != size(anatomy.looked_up):
+        return None
     constant = only(None)
     tokens = only(table) - constant
     scale = tokens.reshape(-1)[0].item()
-    if not torch.allclose(tokens, torch.full_like(tokens, scale)):
+    if scale == 0 or not torch.allclose(tokens, torch.full_like(tokens, scale)):
         return None
     shape = graph.values[table].shape
     # For a large table, float64 numbers would take twice as long to draw.
