@@ -683,7 +683,8 @@ def _signature(
 ) -> tuple[CallSignature, Tensor]:
     """Return how to call the model, and on which ids.
 
-    If these ids fail, the model is called on full length, on ids below 16, on 32-bit ids, on ids
+    If these ids fail, the model is called on full length, on ids below 16 or in
+    all tables, on 32-bit ids, on ids
     that are floating-point numbers, on one-hot vectors, on one sequence without the axis of the
     batch, and on the numbers of sequences that it may expect, also of full length.
 
@@ -706,7 +707,8 @@ def _signature(
             return F.one_hot(ids, config.vocab_size).to(next(iter(model.parameters())).dtype)
 
         others: list[tuple[Tensor, int | None, Convert | None]]
-        others = [(full_length, None, None), (ids % 16, None, None)]
+        tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+        others = [(full_length, None, None), (ids % min([16, *tables]), None, None)]
         others += [(ids, None, convert) for convert in (Tensor.int, Tensor.float, one_hot)]
         others += [(ids, 0, None), (full_length, 0, None)]
         for rows in batch_sizes(model):

@@ -28,6 +28,7 @@ from compat.user_models.synonyms import (
     CONFIG_CLASSES,
     SIZES,
     is_config_name,
+    meanings,
     neutral,
     plain,
     role_of,
@@ -42,6 +43,7 @@ from compat.user_models.usage import (
     counts,
     factors_of,
     is_users_class,
+    is_width,
     modules_text,
     source_of,
     tree_of,
@@ -76,10 +78,14 @@ def known_values(
 ) -> dict[str, Any]:
     """Return the checkpoint's value for each name with a role, a number for those in `numbers`.
 
-    A name that the code compares with strings, such as `ffn` in `ffn == "gelu"`, is not a size.
+    A name that the code compares with strings, such as `ffn` in `ffn == "gelu"`, is not a size. One
+    like `n_hidden` is the width of the stream if the code multiplies it by 4 or normalizes it.
     """
     among = list(names)
     roles = {n: (role_of_number if n in numbers else role_of)(n, among) for n in among}
+    for name, role in roles.items():
+        if role == "d_inner" and "n_embd" in meanings(name) and is_width(cls, name):
+            roles[name] = "n_embd"
     if any(role in SIZES for role in roles.values()):
         for name, strings in compared_strings(cls).items():
             if roles.get(name) in SIZES:
@@ -272,10 +278,19 @@ def _made(template: type, arguments: Mapping[str, Any]) -> Any:
 
 
 def _constants(template: type) -> set[str]:
-    """Return the attributes that a config class's constructor sets to a constant."""
+    """Return the attributes that a config class's constructor sets to a constant.
+
+    The size of the vocabulary is one of them, unless it is among the parameters: the constructor
+    asks a tokenizer for it.
+    """
     own = source_of(inspect.getattr_static(template, "__init__"))
+    parameters = inspect.signature(template).parameters
     constant = r"[ \t]*(?:-?[\d._]+(?:e-?\d+)?|True|False|None|[\"'].*[\"'])[ \t]*(?:#.*)?$"
-    return {*re.findall(rf"\bself\.(\w+)\s*(?::[^=\n]+)?={constant}", own, re.MULTILINE)}
+    found = {*re.findall(rf"\bself\.(\w+)\s*(?::[^=\n]+)?={constant}", own, re.MULTILINE)}
+    if all(role_of(name, parameters) != "vocab_size" for name in parameters):
+        set_to = re.findall(r"\bself\.(\w+)\s*(?::[^=\n]+)?=", own)
+        found |= {name for name in set_to if role_of(name) == "vocab_size"}
+    return found
 
 
 def _sections(usage: Usage) -> set[str]:

@@ -55,8 +55,8 @@ _PATTERNS = {
     r"|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)|querypreattn(scalar|norm)",
     # As many groups of queries as heads are not grouped.
     "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh"
-    r"|(n|num)?(kv|query|keyvalue)groups?|.*(cabezas|cabe[cç]as)",
-    "n_layer": r".*(layers|blocks|decoders|stacks|capas|camadas)(total)?"
+    r"|(n|num)?(kv|query|keyvalue)groups?",
+    "n_layer": r".*(layers|blocks|decoders|stacks)(total)?"
     r"|(n(?!orm)|num).*(layer|block|decoder|stack)|layer|(layer|block|decoder)s?(count|num|number|n)|(model|transformer)?depth|nl",
     "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)pos(ition)?{_EMB}"
@@ -70,6 +70,22 @@ _PATTERNS = {
     rf"|{_N}dims?|{_N}(channels|features)|n?width|nstate"
     r"|ninp|emsize|normalizedshape|d(in|out)",
 }  # fmt: skip
+# Words of sizes in Spanish, Portuguese, French and German.
+_TRANSLATED = {
+    "tamano": "size", "tamaño": "size", "tamanho": "size", "taille": "size", "groesse": "size",
+    "grosse": "size", "größe": "size", "vocabulario": "vocab", "vocabulaire": "vocab",
+    "vokabular": "vocab", "dimension": "dim", "dimensao": "dim", "dimensión": "dim",
+    "dimensão": "dim",
+    "longitud": "seqlen", "comprimento": "seqlen", "longueur": "seqlen", "maxima": "",
+    "maximo": "", "maximale": "", "contexto": "context", "contexte": "context",
+    "kontext": "context", "secuencia": "seq", "sequencia": "seq", "bloque": "block",
+    "bloco": "block", "bloques": "blocks", "blocos": "blocks", "cabezas": "heads",
+    "cabecas": "heads", "cabeças": "heads", "tetes": "heads", "têtes": "heads",
+    "koepfe": "heads", "köpfe": "heads", "capas": "layers", "camadas": "layers",
+    "couches": "layers", "schichten": "layers", "numero": "num", "número": "num",
+    "nombre": "num", "nb": "num", "anzahl": "num", "oculta": "hidden", "cachee": "hidden",
+}  # fmt: skip
+_OF = ("de", "du", "da", "do")
 # Of global sizes, as in `G_N_EMBD` or `DEFAULT_DIM`.
 _PREFIX = re.compile(r"(?i)(g|global|default|gpt|cfg|my|lm|hp)_(?=\w{2})")
 # Names such as `no_bias` and `disable_rope`, whose value is the opposite of the role's.
@@ -147,9 +163,14 @@ SIZES = {"vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner", 
 _FIELDS = {field.name.replace("_", ""): field.name for field in fields(GPT2Config)}
 
 
+@lru_cache(maxsize=4096)
 def plain(name: str) -> str:
     """Return a name as it is compared: `n_embd`, `nEmbd` and `N_EMBD` are equal."""
-    return re.sub(r"[_-]", "", name).lower()
+    words = re.split(r"[_-]", name.lower())
+    if len(words) > 1 and not _TRANSLATED.keys().isdisjoint(words):
+        words = [english for word in words if (english := _TRANSLATED.get(word, word)) not in _OF]
+        words.sort(key=lambda word: word == "size")  # `tamano_vocabulario` is a `vocab_size`
+    return "".join(words)
 
 
 def role_of(name: str, among: Collection[str] = ()) -> str | None:

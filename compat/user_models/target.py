@@ -48,7 +48,7 @@ Model = Callable[..., nn.Module]  # a class, or a function that returns a model
 _numbers = itertools.count(1)
 _SLOW: set[str] = set()  # files that did not end in time, and are not executed as a whole again
 # Words in the code of a language model.
-FEATURES = (r"(?i)embedding\(|vocab", r"(?i)softmax|attention|nn\.Transformer")
+FEATURES = (r"(?i)embedding\(|vocab", r"(?i)softmax|attention|nn\.Transformer|block\(")
 # Words that distinguish the last of several models in a lesson from those before it.
 PARTS = (
     "(?i)pos",
@@ -600,7 +600,10 @@ def _is_module(annotation: ast.expr, classes: dict[str, ast.ClassDef], module: M
 
 
 def _features(name: str, classes: dict[str, ast.ClassDef], patterns: Sequence[str]) -> int:
-    """Count the features of a language model that a class and the classes that it uses have."""
+    """Count the features of a language model that a class and the classes that it uses have.
+
+    Those that the file imports are not known, so the name of a block counts as attention.
+    """
     reached, stack = set[str](), [name]
     while stack:
         current = stack.pop()

@@ -233,6 +233,20 @@ def factors_of(cls: Callable[..., Any], name: str) -> set[str]:
     return found
 
 
+def is_width(cls: Callable[..., Any], name: str) -> bool:
+    """Return whether the user's code multiplies an entry by 4, or passes it to a norm."""
+    for module in user_modules(cls):
+        for node in nodes_of(module):
+            operands = _operands(node)
+            if isinstance(node, ast.Call) and ast.unparse(node.func).lower().endswith("norm"):
+                operands = node.args[:1]
+            elif not any(isinstance(n, ast.Constant) and n.value == 4 for n in operands):
+                continue
+            if name in map(_name_of, operands):
+                return True
+    return False
+
+
 def _operands(node: ast.AST) -> list[ast.expr]:
     """Return the operands of a product: three of `a * b * c`; none of other nodes."""
     match node:

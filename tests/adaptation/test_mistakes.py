@@ -1225,6 +1225,22 @@ LINES: dict[str, tuple[Edits, str, list[str]]] = {
         "no_pos",
         ["x = self.tok_emb(ids)", "self.tok_emb = nn.Embedding"],
     ),
+    "projections without biases": (
+        [
+            (f"self.W_{x} = nn.Linear(dim, dim)", f"self.W_{x} = nn.Linear(dim, dim, bias=False)")
+            for x in ("query", "key", "value")
+        ],
+        "no_qkv_bias",
+        ["self.W_query =", "self.W_key =", "self.W_value ="],
+    ),
+    "norms without a bias": (
+        [
+            ("        self.shift = nn.Parameter(torch.zeros(dim))\n", ""),
+            (" + self.shift", ""),
+        ],
+        "no_ln_bias",
+        ["self.norm1 =", "self.norm2 =", "self.final_norm ="],
+    ),
     "a second final norm": (
         [
             (

@@ -609,6 +609,7 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
         {"extra_projection": "applied to the embeddings", "unexplained": "8] and not"},
     ),
     "tables side by side": (JoinedTables, {"unexplained": "are concatenated, but GPT-2 adds them"}),
+    "seven tokens": (sized(vocab=7), {"vocab_mismatch": "a vocabulary of 7"}),
     "mixed data types": (MixedTypes, {"low_precision": "bfloat16", "mixed_types": "ln_f.weight"}),
     "no layers": (sized(layers=0), {"n_layer_mismatch": "layers is 0"}),
     "two tables": (TwoTables, {"random_parameters": "second.weight"}),

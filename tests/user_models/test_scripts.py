@@ -375,6 +375,10 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
         (["tie_embedding_weights"], ["tie_word_embeddings"]),
         (["num_unique_tokens", "filter_size", "dim"], ["vocab_size", "d_inner", "n_embd"]),
         (["num_cabezas", "num_capas"], ["n_head", "n_layer"]),
+        (["tamano_vocabulario", "longitud_maxima"], ["vocab_size", "n_positions"]),
+        (["taille_du_vocabulaire", "nb_tetes"], ["vocab_size", "n_head"]),
+        (["nombre_de_couches", "anzahl_schichten"], ["n_layer", "n_layer"]),
+        (["tamanho_bloco", "dimension_embedding"], ["n_positions", "n_embd"]),
         (["G_N_EMBD", "DEFAULT_BLOCK_SIZE", "g_x"], ["n_embd", "n_positions", None]),
         (["n_block", "n_embd"], ["n_layer", "n_embd"]),
         (["n_block", "n_layer"], ["n_positions", "n_layer"]),
@@ -693,3 +697,43 @@ class GPT(nn.Module):
     (tmp_path / "my_config.py").write_text(f"raise SystemExit\n{config}")
     model, call = construct_with_call(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
     assert model.bias is True and call.endswith("; your my_config.py has qkv_bias=False")
+
+
+def test_a_vocabulary_that_a_config_asks_its_task_for_is_replaced(tmp_path: Path) -> None:
+    config = """
+class Task:
+    def size(self):
+        return 5
+
+class Config:
+    N_EMBD, N_LAYER = 4, 1
+
+    def __init__(self, task: Task):
+        self.VOCAB_SIZE = task.size()
+"""
+    source = SIZED.format(signature=", config: Config").replace(
+        "super().__init__()",
+        "super().__init__()\n"
+        "        vocab_size, n_embd, n_layer = config.VOCAB_SIZE, config.N_EMBD, config.N_LAYER",
+    )
+    assert build(tmp_path, config + source).wte.weight.shape == (97, 24)
+
+
+@pytest.mark.parametrize(
+    ("made", "width"),
+    [
+        ("nn.LayerNorm(config.n_hidden)", 24),
+        ("nn.Linear(config.n_hidden, 4 * config.n_hidden)", 24),
+        ("nn.Linear(config.n_embed, config.n_hidden)", 96),
+    ],
+)
+def test_a_hidden_width_that_the_code_normalizes_or_widens_is_that_of_the_stream(
+    tmp_path: Path, made: str, width: int
+) -> None:
+    source = SIZED.format(signature=", config").replace(
+        "super().__init__()",
+        "super().__init__()\n"
+        "        vocab_size, n_embd, n_layer = config.n_vocab, config.n_embed, config.n_layer\n"
+        f"        self.part, self.width = {made}, config.n_hidden",
+    )
+    assert build(tmp_path, source).width == width

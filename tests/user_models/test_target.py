@@ -580,6 +580,15 @@ def test_a_class_that_needs_a_value_that_takes_too_long_is_refused(
     check_refused(f"{path}:GPT", "it did not end in 0.5 seconds", "while True: pass")
 
 
+def test_a_model_of_blocks_from_another_file_is_the_default(tmp_path: Path) -> None:
+    parts = "from torch import nn\nclass Attention(nn.Module): pass\nclass Block(nn.Module): pass\n"
+    write(tmp_path / "own_parts.py", parts)
+    source = "from torch import nn\nfrom own_parts import Attention, Block\n"
+    for name, made in (("OneAttention", "Attention()"), ("Stacked", "nn.Sequential(Block())")):
+        source += f"class {name}(nn.Module):\n    def __init__(self, vocab):\n        x = {made}\n"
+    assert load_target(str(write(tmp_path / "own_gpt.py", source))).__name__ == "Stacked"
+
+
 def test_the_default_is_the_class_that_no_other_class_uses(tmp_path: Path) -> None:
     path = write(tmp_path / "gpt.py", GPT + "from torch.nn import Linear\n")
     assert load_target(str(path)).__name__ == "GPT"

@@ -176,9 +176,13 @@ class DiagnosisContext:
 
     def owner_of(self, hf: str) -> Place | None:
         """Return the line that builds the module that holds a tensor, or that is in its place."""
+        return next(iter(self.owners_of(hf)), None)
+
+    def owners_of(self, hf: str) -> list[Place | None]:
+        """Return the same for each of the modules among which a tensor is divided."""
         assigned = self.mapping.by_tensor.get(hf)
-        nodes = assigned[0] if assigned else self.unmatched.nodes.get(hf)
-        return source.built(self.model, self.graph.names[nodes[0]]) if nodes else None
+        nodes = (assigned[0] if assigned else self.unmatched.nodes.get(hf)) or ()
+        return [source.built(self.model, self.graph.names[node]) for node in nodes]
 
     def tap_after(self, node: Node) -> str:
         """Return the first tap that is computed by a node or after it."""

@@ -319,7 +319,9 @@ def _missing(code: str) -> Detector:
             place = source.running(context.graph, [end])
         changes = Changes(weights={hf: _substitute(context, hf) for hf in tensors})
         values = {"tensors": listed(collapse_layers(tensors)), "n_embd": context.config.n_embd}
-        yield Deviation(_first_tap(tensors[0]), place, values, changes)
+        modules = dict.fromkeys(hf.rpartition(".")[0] for hf in tensors)
+        lines = [place, *(line for m in modules for line in context.owners_of(f"{m}.weight"))]
+        yield Deviation(_first_tap(tensors[0]), place, values, changes, lines=lines)
 
     return detect
 
