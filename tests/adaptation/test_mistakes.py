@@ -129,6 +129,44 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "extra_ln",
         "self.tok_norm(self.tok_emb(ids))",
     ),
+    "vectors of length 1 after a norm": (
+        [("        x = self.att(x)\n", "        x = self.att(F.normalize(x, dim=-1))\n")],
+        "extra_ln",
+        "F.normalize(x, dim=-1)",
+    ),
+    "vectors of length 1 before a norm": (
+        [("        x = self.norm2(x)\n", "        x = self.norm2(F.normalize(x, dim=-1))\n")],
+        "extra_ln",
+        "F.normalize(x, dim=-1)",
+    ),
+    "hidden states of length 1 after the last norm": (
+        [("return self.head(x)", "return self.head(F.normalize(x, dim=-1))")],
+        "extra_ln",
+        "F.normalize(x, dim=-1)",
+    ),
+    "weights that are transposed": (
+        [("(weights @ values)", "(weights.transpose(-2, -1) @ values)")],
+        "unexplained",
+        "weights.transpose(-2, -1) @ values",
+    ),
+    "the highest four weights": (
+        [
+            (
+                "        weights = self.drop(",
+                "        low = weights.topk(min(4, T), dim=-1).values[..., -1:]\n"
+                "        weights = weights.masked_fill(weights < low, 0)\n"
+                "        weights = weights / weights.sum(-1, keepdim=True)\n"
+                "        weights = self.drop(",
+            )
+        ],
+        "unexplained",
+        "scores = ",
+    ),
+    "the mean over all positions": (
+        [("return self.head(x)", "return self.head(x.mean(dim=1))")],
+        "unexplained",
+        "x.mean(dim=1)",
+    ),
     "positions that multiply the tokens": (
         [("self.tok_emb(ids) +", "self.tok_emb(ids) *")],
         "unexplained",
@@ -575,7 +613,9 @@ BY_OWN_OPERATIONS = [
     "a convolution before q, k and v", "gated heads", "mixed heads", "scores of an earlier layer",
     "values of an earlier layer", "values without a norm", "attention from head to head",
     "a softmax over the heads after a finite mask", "masked scores of 1e-9",
-    "a norm of the token embedding",
+    "a norm of the token embedding", "vectors of length 1 after a norm",
+    "vectors of length 1 before a norm", "hidden states of length 1 after the last norm",
+    "weights that are transposed", "the highest four weights",
 ]  # fmt: skip
 
 EQUAL: dict[str, Edits] = {
@@ -674,6 +714,27 @@ def test_a_wrong_scale_is_reported_beside_a_wrong_mask_value(tiny: Path, tmp_pat
     assert "set to -0.5," in found[0].message
     assert all(finding.evidence.startswith("confirmed") for finding in found)
     assert len(adaptation.deviations) == 2
+
+
+def test_a_token_that_attends_to_none_is_reported_as_the_cause_of_nan(
+    tiny: Path, tmp_path: Path
+) -> None:
+    adaptation = adapted(tiny, tmp_path, [("diagonal=1", "diagonal=0")])
+    found = only_finding(adaptation, "mask_off")
+    assert "token 0 attends to no token, so its probabilities are NaN" in found.message
+    assert [f.code for f in adaptation.deviations] == ["mask_off"]
+
+
+def test_blocks_without_attention_are_not_called_unused(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("        x = self.att(x)\n        x = x + shortcut\n",
+         "        x = shortcut if self.skips else self.att(x) + shortcut\n"),
+        ("self.blocks = nn.ModuleList(blocks)",
+         "self.blocks = nn.ModuleList(blocks)\n"
+         "        for i, block in enumerate(blocks):\n            block.skips = i == 1"),
+    ]  # fmt: skip
+    found = only_finding(adapted(tiny, tmp_path, edits), "n_layer_mismatch")
+    assert found.message == "2 of the 3 blocks compute attention, but in GPT-2 all do"
 
 
 def test_a_mask_that_multiplies_the_scores_is_reported(tiny: Path, tmp_path: Path) -> None:

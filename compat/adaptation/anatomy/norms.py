@@ -224,7 +224,8 @@ class NormPlaces:
         on_output: names of norms on a branch's result before the sum.
         extra: norms that GPT-2 does not have, by position: "wte" for the token embedding alone,
             "embed", "h.0.resid_mid" and "h.0.out" for the residual stream, "h.0.attn" and
-            "h.0.mlp" for the result of a branch.
+            "h.0.mlp" for the result of a branch, "h.0.ln_1.before" and "h.0.ln_1.after" beside a
+            norm.
         from_norm: names of norms from whose result the shortcut starts.
         cross: norms of cross-attention.
         missing: names of norms that were not found.
@@ -285,11 +286,9 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
             for norm in branch.stream:
                 places.extra[_stream_before(number)] = norm
     if final:
-        places.named["ln_f"] = final.pop()
+        _name_among(places, "ln_f", final)
     else:
         places.missing.append("ln_f")
-    for norm in final:
-        places.extra["final"] = norm
     return places
 
 
@@ -346,9 +345,7 @@ def _name(places: NormPlaces, number: int, branch: _BranchNorms, following: list
     """Name a branch's norm: on its input, else on its result, else on the stream after it."""
     name, end = _names(number)
     if branch.before:
-        places.named[name] = branch.before.pop()
-        for norm in branch.before:
-            places.extra[f"{name}.before"] = norm
+        _name_among(places, name, branch.before)
     elif branch.after:
         places.named[name] = branch.after.pop()
         places.on_output.append(name)
@@ -359,6 +356,16 @@ def _name(places: NormPlaces, number: int, branch: _BranchNorms, following: list
         places.missing.append(name)
     for norm in branch.after:
         places.extra[end] = norm
+
+
+def _name_among(places: NormPlaces, name: str, norms: list[Norm]) -> None:
+    """Name the last norm that has parameters, if any has. Those before and after it are extra."""
+    learned = [i for i, norm in enumerate(norms) if norm.scale or norm.shift]
+    own = learned[-1] if learned else len(norms) - 1
+    places.named[name] = norms[own]
+    for i, norm in enumerate(norms):
+        if i != own:
+            places.extra[f"{name}.before" if i < own else f"{name}.after"] = norm
 
 
 def _branch_norms(

@@ -161,7 +161,10 @@ class LayerAttention:
             return None
         if self.formula and (self.formula.hidden is None or self.formula.axis != -1):
             return None
+        softmaxes = {*self.live(SOFTMAXES)}
         for node in self.live(frozenset({"masked_fill", "where"})):
+            if self.graph.ancestors[node] & softmaxes:
+                break  # it sets weights and not scores
             constants = [
                 a for a in node.all_input_nodes if a not in self.graph.live and not size(a)
             ]
@@ -218,6 +221,24 @@ class LayerAttention:
         other[..., -1, :] += 1
         one, two = (piece.heads(q, k, values)[..., :-1, :] for values in (v, other))
         return not torch.allclose(one, two)
+
+    @cached_property
+    def is_transposed(self) -> bool:
+        """Whether the weights of each key, and not those of each query, sum to 1."""
+        if self.formula is not None or self.attention.indirect or self.op.others:
+            return False
+        piece = AttentionPiece(self.graph, self.attention)
+        weights = piece.probabilities(piece.random(0), piece.keys(1))
+        sums, of_keys = weights.sum(-1), weights.sum(-2)
+        ones = torch.ones_like(sums)
+        return torch.allclose(of_keys, ones) and not torch.allclose(sums, ones)
+
+    @cached_property
+    def token_without_keys(self) -> int | None:
+        """The first token whose probabilities are NaN, because all of its scores are hidden."""
+        piece = AttentionPiece(self.graph, self.attention)
+        rows = piece.probabilities(piece.random(0), piece.keys(1)).isnan().all(-1)[0, 0]
+        return int(rows.nonzero()[0]) if rows.any() else None
 
     @cached_property
     def masked(self) -> list[Node]:
@@ -608,6 +629,10 @@ def unknown_attention(layer: LayerAttention) -> Deviation | None:
             f"the weights of the values are computed from {1 + len(layer.op.others)} products of "
             "queries and keys, as in differential attention, but GPT-2 computes them from one"
         )
+    elif layer.is_transposed:
+        place = layer.graph.place(layer.op.product)
+        lines = [place]
+        found = "the attention weights are transposed before they are multiplied with v"
     elif layer.attention.indirect:
         found = "q, k or v of a token is not a projection of this token only"
         changing = [n for n in layer.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
@@ -676,7 +701,9 @@ def repeated_softmax(layer: LayerAttention) -> Deviation | None:
 @detects("no_mask")
 @each_layer
 def no_mask_of_unknown_attention(layer: LayerAttention) -> Deviation | None:
-    if not layer.is_unknown or layer.attention.indirect or not layer.attends_to_later_tokens:
+    if not layer.is_unknown or layer.attention.indirect or layer.is_transposed:
+        return None
+    if not layer.attends_to_later_tokens:
         return None
     return layer.deviation(layer.softmax_line, layer.own_attention)
 
@@ -886,6 +913,12 @@ def _mask_deviation(code: str) -> Detector:
         # The line that creates the mask, and the one that applies it.
         lines = [_mask_line(layer), source.running(layer.graph, layer.masked) or layer.softmax_line]
         deviation = layer.deviation(lines[0] or lines[1], **values)
+        if (token := layer.token_without_keys) is not None:  # nothing can be compared with NaN
+            message = (
+                f"token {token} attends to no token, so its probabilities are NaN, but in GPT-2 "
+                "each token attends to itself and to all tokens before it"
+            )
+            deviation = replace(deviation, changes=None, message=message)
         return replace(deviation, lines=lines)
 
     return detect

@@ -21,7 +21,7 @@ from compat.adaptation.tracing.graph import (
     size,
     tensor_inputs,
 )
-from compat.adaptation.tracing.rewrites import CUTS
+from compat.adaptation.tracing.rewrites import CUTS, POOLS
 from compat.ops import Rows
 
 # Operations that make positions.
@@ -273,10 +273,22 @@ def changed_logits(context: DiagnosisContext) -> Iterator[Deviation]:
     severity="info",
 )
 def last_position_only(context: DiagnosisContext) -> Iterator[Deviation]:
-    if context.last_only is not None:
+    if context.last_only is not None and kind(context.last_only) not in POOLS:
         yield Deviation(None, source.running(context.graph, [context.last_only]))
     elif context.with_targets:
         yield Deviation(None, source.matching(context.model, r"\[:, *\[? *-1|\[:, *-1 *:"))
+
+
+@detects("unexplained")
+def pooled_positions(context: DiagnosisContext) -> Iterator[Deviation]:
+    if context.last_only is not None and (pool := kind(context.last_only)) in POOLS:
+        found = (
+            f"the logits are computed from the {POOLS[pool]} over all positions, as in a "
+            "classifier, but GPT-2 computes logits for each position from its own hidden state"
+        )
+        yield Deviation(
+            "ln_f", source.running(context.graph, [context.last_only]), {"found": found}
+        )
 
 
 @deviation(

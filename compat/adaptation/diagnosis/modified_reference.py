@@ -35,7 +35,8 @@ class Changes:
         norm_formula: other formulas of norms, by name.
         extra_norm: norms that GPT-2 does not have, by position: the tap of the residual stream
             that they follow, such as "embed" or "h.0.out"; "wte" for the token embedding alone;
-            "final"; "h.0.attn" or "h.0.mlp" for the output of a branch; or "h.0.ln_1.before".
+            "h.0.attn" or "h.0.mlp" for the output of a branch; "h.0.ln_1.before" and
+            "h.0.ln_1.after" beside a norm.
         post_norm: names of norms that are applied after the residual sum.
         norm_on_output: names of norms that are applied to the output of the branch.
         residual_from_norm: names of norms after which the residual connection starts.
@@ -140,7 +141,8 @@ class ModifiedReference:
             self.taps[f"h.{i}.out"] = x
             x = x + start if i in self.changes.input_again else x
             x = self._stream(f"h.{i}.out", self._extra_norm(f"h.{i}.out", x))
-        x = self.taps["ln_f"] = self._norm("ln_f", self._extra_norm("final", x))
+        x = self.taps["ln_f"] = self._norm("ln_f", self._extra_norm("ln_f.before", x))
+        x = self._extra_norm("ln_f.after", x)
         head = self.weights.get("lm_head.weight", self.weights["wte.weight"])
         self.taps["logits"] = x @ head.T * self.changes.head_scale
         return self.taps
@@ -189,7 +191,7 @@ class ModifiedReference:
             return self._norm(norm, function(x))
         if norm not in self.changes.post_norm:
             x = self.taps[norm] = self._norm(norm, self._extra_norm(f"{norm}.before", x))
-            x = self._stream(norm, x)
+            x = self._stream(norm, self._extra_norm(f"{norm}.after", x))
         return x + function(x) if tap in self.changes.own_input else function(x)
 
     def _shortcut(self, norm: str, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +13,13 @@ from torch.fx import Node
 from compat.adaptation.anatomy.norms import (
     Norm,
     NormFormula,
-    formula_of,
     own_formula,
 )
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
+from compat.adaptation.mapping.linear_maps import function_between, token_view
 from compat.adaptation.tracing.graph import (
     NORM_KERNELS,
     REDUCTIONS,
@@ -197,23 +197,24 @@ def extra_ln(context: DiagnosisContext) -> Iterator[Deviation]:
         first, norm = next(iter(extra.items()))
         lines = [source.norm_call(graph, model, each) for each in extra.values()]
         lines += [source.torch_built(model, [each.end]) for each in extra.values()]
-        functions = {position: _function(graph, each) for position, each in extra.items()}
-        of_branch = first.endswith((".attn", ".mlp", ".before"))
-        tap = first.removesuffix(".before") if of_branch else context.tap_after(norm.end)
+        functions = _functions(graph, extra)
+        tap = context.tap_after(norm.end)
+        if first.endswith((".attn", ".mlp", ".before")):
+            tap = first.removesuffix(".before")
+        elif first.endswith(".after"):
+            readers = {"ln_1": "q", "ln_2": "fc", "ln_f": "logits"}
+            block, _, name = first.removesuffix(".after").rpartition(".")
+            tap = f"{block}.{readers[name]}".removeprefix(".")
         yield Deviation(tap, lines[0], {}, Changes(extra_norm=functions), lines=lines)
 
 
-def _function(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
-    """Return a function that computes a norm with its own parameters: (…, C) → (…, C)."""
-    formula = formula_of(graph, norm)
-
-    def run(x: Tensor) -> Tensor:
-        x = x if formula is None else formula(x)
-        for node, join in ((norm.scale, torch.mul), (norm.shift, torch.add)):
-            x = x if node is None else join(x, graph.values[node].double().reshape(-1))
-        return x
-
-    return run
+def _functions(graph: Graph, norms: Mapping[str, Norm]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return functions that compute norms with their own parameters: (B, T, C) → (B, T, C)."""
+    views = {at: (token_view(graph, n.start), token_view(graph, n.end)) for at, n in norms.items()}
+    return {
+        at: function_between(graph, start, end) for at, (start, end) in views.items()
+        if start is not None and end is not None
+    }  # fmt: skip
 
 
 @deviation("there is no norm where GPT-2 has {tensors}", PRE_NORM)

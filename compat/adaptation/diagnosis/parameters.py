@@ -127,6 +127,9 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
             "the logits depend on {found} of the {expected} layers only, because the results of "
             "the others are not used"
         )
+        if _all_contribute(context, blocks, expected):
+            values["fix"] = "x = x + attn(ln_1(x)); x = x + mlp(ln_2(x))"
+            message = "{found} of the {expected} blocks compute attention, but in GPT-2 all do"
     if place is None and "wte.weight" in assigned:
         table = names[assigned["wte.weight"][0][0]]
         place = source.building(context.model, table.split(".")[0])
@@ -135,6 +138,14 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     changes = Changes(n_layer=found) if found < expected else None
     tap = f"h.{min(found, expected) - 1}.out" if found else "ln_f"
     yield Deviation(tap, place, values, changes, message=message)
+
+
+def _all_contribute(context: DiagnosisContext, blocks: str, n_layer: int) -> bool:
+    """Return whether the logits depend on a parameter of each block."""
+    graph = context.graph
+    used = graph.parameters_between([graph.output], [])
+    names = [name for node in used for name in graph.parameter_names(node)]
+    return all(any(n.startswith(f"{blocks}.{i}.") for n in names) for i in range(n_layer))
 
 
 @deviation(

@@ -31,6 +31,8 @@ from compat.adaptation.tracing.record import drop_dead_code
 from compat.ops import Affine, WeightNorm
 
 CUTS = frozenset("slice select index".split())
+# Operations that compute one vector from those of all positions, and what they compute.
+POOLS = {"mean": "mean", "sum": "sum", "amax": "maximum"}
 SOFTMAXES = frozenset("softmax _softmax log_softmax _log_softmax".split())
 WEIGHT_NORMS = frozenset({"_weight_norm", "_weight_norm_interface"})  # the second returns ‖v‖ too
 ARITHMETIC = frozenset("add sub rsub mul div neg".split())
@@ -58,16 +60,17 @@ def remove_output_softmax(graph: Graph) -> Node | None:
 
 
 def keep_every_position(graph: Graph) -> Node | None:
-    """Remove a slice before or after the head that drops all positions but the last.
+    """Remove a slice before or after the head that drops all positions but the last, or a mean.
 
     Returns:
-        The first node that dropped them.
+        The first node that dropped them, or that computes the mean.
     """
     if graph.shape[1] in size(graph.output)[:-1]:
         return None
     for node in _path_from_attention(graph):
         above = tensor_inputs(node)[0]
-        if kind(node) in CUTS and graph.shape[1] in size(above):
+        drops = kind(node) in CUTS or (kind(node) in POOLS and graph.shape[1] not in size(node))
+        if drops and graph.shape[1] in size(above):
             for user in list(node.users):
                 user.replace_input_with(node, above)
             while kind(graph.output) in MOVES | CUTS:  # they expect the shape of one position
