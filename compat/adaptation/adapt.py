@@ -42,6 +42,7 @@ from compat.adaptation.diagnosis.diagnose import diagnose
 from compat.adaptation.diagnosis.findings import (
     limits_of,
     mixed_types,
+    no_forward,
     no_head,
     trained_wrongly,
     unexplained,
@@ -72,6 +73,7 @@ from compat.adaptation.tracing.calling import (
     batch_sizes,
     check_model,
     find_signature,
+    method_calls,
 )
 from compat.adaptation.tracing.flex_attention import plain_flex_attention
 from compat.adaptation.tracing.graph import Graph, size
@@ -262,12 +264,13 @@ def adapt(
     with registered(model) as lists, plain_flex_attention():
         check_model(model)
         checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
-        options = _Options(forward, example_length, progress or (lambda stage: None))
+        calls = None if forward or part else method_calls(model, random_ids(checkpoint, 0, 2, 4))
+        options = _Options(forward or calls, example_length, progress or (lambda stage: None))
         if part is not None:
             adaptation = _adapt_part(model, checkpoint, part, options)
         else:
             adaptation = _adapt_in_own_type(model, checkpoint, options)
-    findings = unregistered(model, lists)
+    findings = unregistered(model, lists) + ([no_forward(model, calls)] if calls else [])
     return replace(adaptation, findings=[*findings, *adaptation.findings])
 
 

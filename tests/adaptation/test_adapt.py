@@ -115,13 +115,13 @@ def test_the_error_for_untraceable_code_names_its_line(tiny: Path, tmp_path: Pat
 
 def test_a_custom_forward_is_used(tiny: Path, tmp_path: Path) -> None:
     model, _ = edited(
-        "vkq_fused", tmp_path, "def forward(self, tokens):", "def logits(self, tokens, /):", tiny
+        "vkq_fused", tmp_path, "def forward(self, tokens):", "def scores(self, tokens, /):", tiny
     )
     calls = []
 
     def forward(model: nn.Module, ids: Tensor) -> Tensor:
         calls.append(ids.shape)
-        return model.logits(ids)
+        return model.scores(ids)
 
     with pytest.raises(AdaptError):
         adapt(model, tiny)

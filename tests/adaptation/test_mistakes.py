@@ -1890,6 +1890,21 @@ def test_an_activation_after_an_mlp_without_a_residual_is_reported(
     assert all(f.evidence.startswith("confirmed") for f in adaptation.deviations)
 
 
+def test_methods_are_called_in_place_of_a_missing_forward(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("    def forward(self, ids):", "    def decode(self, ids):"),
+        (
+            "return self.head(x)",
+            "return x\n\n    def project(self, x):\n        return self.head(x)",
+        ),
+    ]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert adaptation
+    found = only_finding(adaptation, "no_forward")
+    assert found.fix == "def forward(self, ids): return self.project(self.decode(ids))"
+    assert found.severity == "info" and (found.source_line or "").startswith("class GPT")
+
+
 def test_flattened_logits_are_reported(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("return self.head(x)", "logits = self.head(x)\n        return logits.view(B * T, -1)")

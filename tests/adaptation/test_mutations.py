@@ -35,6 +35,7 @@ FEW_STYLES = {
     "n_embd_mismatch": "test_odd_models.py builds models of other widths",
     "random_in_forward": "test_odd_models.py creates modules in forward",
     "input_shape": "test_odd_models.py passes one sequence at a time",
+    "no_forward": "test_mistakes.py renames forward",
     "output_shape": "test_mistakes.py returns flattened logits",
     "plain_list": "test_odd_models.py keeps blocks in a list",
     "low_precision": "test_odd_models.py computes attention in bfloat16",

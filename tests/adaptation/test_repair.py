@@ -1149,3 +1149,22 @@ def test_nothing_is_written_if_one_of_the_files_has_changed(tmp_path: Path) -> N
         write(Repair(new, {str(one): "a = 1\n", str(two): "b = 0\n"}, []))
     assert (one.read_text(), two.read_text()) == ("a = 1\n", "b = 1\n")
     assert {p.name for p in tmp_path.iterdir()} == {"one.py", "two.py"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("f()", "f(k=1)"),
+        ("f(a)", "f(a, k=1)"),
+        ("f((a))", "f((a), k=1)"),
+        ("f(a,)", "f(a, k=1)"),
+        ("f(\n    a,\n)", "f(\n    a, k=1\n)"),
+        ("f(\n    b=(a)  # why, f(a)\n)", "f(\n    b=(a), k=1  # why, f(a)\n)"),
+        ("f(\n    a,  # why\n)", "f(\n    a, k=1  # why\n)"),
+        ("f(b=2, k=3)", "f(b=2, k=1)"),
+    ],
+)
+def test_a_keyword_is_added_before_a_comment(before: str, after: str) -> None:
+    source = Source("f.py", before)
+    [call] = source.nodes(ast.Call)
+    assert apply(before, [source.set_keyword(call, "k", "1")]) == after

@@ -210,6 +210,7 @@ class Anatomy:
         head: the projection to the vocabulary.
         logits: the output.
         width: C, that of the residual stream.
+        table_width: that of the token table.
         vocabulary: rows of the token table.
         leading: projections between the embeddings and the first attention, of which GPT-2 has
             none.
@@ -225,6 +226,7 @@ class Anatomy:
     head: Node
     logits: Node
     width: int
+    table_width: int
     vocabulary: int
     leading: list[Node]
 
@@ -393,7 +395,7 @@ class _Dissection:
         if not levels and any(graph.values[node].ndim > 1 for node in between):
             raise self._no_attention()
         inputs = [self._inputs(i, attention_ops) for i, attention_ops in enumerate(levels)]
-        if inputs:
+        if inputs and self.width not in size(inputs[0][1]):  # a narrow table is projected
             self.width = prod(size(inputs[0][1])) // prod(graph.shape)
         layers = []
         for i, attention_ops in enumerate(levels):
@@ -401,13 +403,15 @@ class _Dissection:
             until = [head] if last else [op.product for op in levels[i + 1]]
             after = {head} if last else {head, *inputs[i + 1][0]}
             layers.append(self._layer(i, attention_ops, *inputs[i], until, after))
-        rows = prod(size(self._table(tokens))) // size(tokens)[-1]
+        found = size(tokens)[-1]
+        table_width = found if found % self.width else self.width  # it may join the tokens
+        rows = prod(size(self._table(tokens))) // table_width
         xf = self.index.input_of(head)
         first = set() if not layers else {*graph.between([layers[0].x1], [embed])}
         leading = [n for n in self.index.live if n in first & self.index.projections]
         return Anatomy(
             graph, tokens, looked_up, embed, own_input, layers, xf, head, graph.output, self.width,
-            rows, leading,
+            table_width, rows, leading,
         )  # fmt: skip
 
     def _attention_ops(self) -> list[AttentionOp]:

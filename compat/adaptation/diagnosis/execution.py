@@ -199,6 +199,11 @@ CODES.update(
         "product of the hidden states with the token embedding",
         "return x @ self.{table}.T",
     ),
+    no_forward=Code(
+        "info",
+        "the class has no forward, so compat called {found}",
+        "def forward(self, ids): return {found}",
+    ),
     no_attention=Code(
         "breaks",
         "the model multiplies no softmax(q·kᵀ) with v, so it has no attention and is not a GPT-2",

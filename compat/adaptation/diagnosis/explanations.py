@@ -195,6 +195,8 @@ EXPLANATIONS = {
     "fits only a full context. Generation begins with a short prompt and fails at once.",
     "input_shape": "The weights do not depend on the order of the axes of ids and logits, but code "
     "that calls the model has to pass the ids as the model expects them.",
+    "no_forward": "A module without forward cannot be called as model(ids), which training loops, "
+    "hooks and libraries do. The weights do not depend on the names of the methods.",
     "output_shape": "The weights do not depend on the shape of the logits. Training code often "
     "flattens them for the loss, but code that expects (B, T, V) reads the wrong axis.",
     "last_position_only": "Models that only generate need only the last position. Training and "

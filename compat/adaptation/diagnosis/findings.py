@@ -18,7 +18,7 @@ from compat.adaptation.diagnosis.proof import end_to_end
 from compat.adaptation.diagnosis.registry import CODES, Deviation
 from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding, Severity
-from compat.adaptation.tracing.calling import Forward, plain_kernels
+from compat.adaptation.tracing.calling import Forward, MethodCalls, plain_kernels
 from compat.adaptation.tracing.graph import NAN_GUARDS, Graph, Place
 from compat.adaptation.tracing.plain_lists import PlainList
 from compat.adaptation.tracing.watched import detached_at
@@ -67,6 +67,13 @@ def no_head(graph: Graph, missing: NoHead) -> Finding:
     lines = graph.places(node) if node is not None else []  # first that of the model's own forward
     deviation = Deviation("logits", None, {"table": missing.table}, code="no_head", lines=lines)
     return finding(deviation, "breaks", "compat added this head to compare the logits")
+
+
+def no_forward(model: nn.Module, calls: MethodCalls) -> Finding:
+    """Return the finding for a model whose logits other methods than `forward` compute."""
+    place = source.matching(model, rf"^class {type(model).__name__}\b")
+    deviation = Deviation(None, place, {"found": str(calls)}, code="no_forward")
+    return finding(deviation, "info", "")
 
 
 def untraced(error: Exception) -> Finding:

@@ -754,7 +754,7 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
         op = plain.get(pattern) or Rearrange(pattern)
         found.by_tensor[hf] = (node,), op if wanted == rows else Rows(rows, wanted, pattern, start)
 
-    assign(EMBEDDING, table, config.vocab_size, size(anatomy.token_embedding)[-1])
+    assign(EMBEDDING, table, config.vocab_size, anatomy.table_width)
     own_input = [] if anatomy.own_input is None else [anatomy.own_input]
     added = graph.parameters_between([anatomy.embed], own_input)
     width = size(anatomy.embed)[-1]  # of factorized embeddings, another than the stream's

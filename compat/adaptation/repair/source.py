@@ -138,11 +138,15 @@ class Source:
         for keyword in call.keywords:
             if keyword.arg == name:
                 return self.replace(keyword.value, value)
-        end = self.span(call)[1] - 1
-        inside = self.text[:end].rstrip()
-        comma = "" if inside[-1] in "(," else ", "
-        comma = " " if inside[-1] == "," else comma
-        return Edit(self.file, len(inside), len(inside), f"{comma}{name}={value}")
+        close = self.span(call)[1] - 1
+        ends = [self.span(node)[1] for node in (*call.args, *call.keywords)]
+        if not ends:
+            return Edit(self.file, close, close, f"{name}={value}")
+        # After the last argument, parentheses around it and a comma, but before a comment.
+        after = re.match(r"(\s*\))*(\s*,)?", self.text[max(ends) : close])
+        assert after is not None
+        end = max(ends) + after.end()
+        return Edit(self.file, end, end, f"{' ' if after[2] else ', '}{name}={value}")
 
     def unwrap(self, outer: ast.expr, inner: ast.expr) -> list[Edit]:
         """Replace an expression by a part of it, which can be edited at the same time."""

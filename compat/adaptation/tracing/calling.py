@@ -6,9 +6,9 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import islice, product
 from typing import Any
 
@@ -21,7 +21,7 @@ from compat.parity.outputs import find_logits, has_flat_logits
 from compat.user_code import exception_report, is_users, users_frames
 from compat.user_models.eval_mode import eval_mode
 from compat.user_models.synonyms import plain
-from compat.user_models.usage import modules_text, source_of, user_modules
+from compat.user_models.usage import is_users_class, modules_text, source_of, user_modules
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Convert = Callable[[Tensor], Tensor]
@@ -38,6 +38,8 @@ MASKS: dict[str, Callable[[int], Tensor | None]] = {
     'torch.full((T, T), float("-inf")).triu(1)': lambda T: torch.full((T, T), -torch.inf).triu(1),
 }
 TARGETS = ("targets", "target", "labels", "label", "y")
+# Names of methods that may compute what `forward` computes, or a part of it.
+FORWARD_PARTS = re.compile(r"encode|decode|embed|project|head|logits|hidden|backbone|generator")
 MOST_COMBINATIONS = 24  # combinations of values for the arguments that a model needs
 
 
@@ -334,6 +336,43 @@ def find_signature(
         "Pass a function that returns the logits: "
         "adapt(model, source, forward=lambda model, ids: …)"
     )
+
+
+@dataclass(frozen=True)
+class MethodCalls:
+    """The call of a model that has no `forward`: one method on the result of the other.
+
+    Args:
+        names: the names of the methods, in the order of their calls.
+    """
+
+    names: tuple[str, ...]
+
+    def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
+        value: Any = ids
+        for name in self.names:
+            value = getattr(model, name)(value)
+        return find_logits(value, ids)
+
+    def __str__(self) -> str:
+        return reduce(lambda text, name: f"self.{name}({text})", self.names, "ids")
+
+
+def method_calls(model: nn.Module, ids: Tensor) -> MethodCalls | None:
+    """Return the calls of a model's methods that return logits, if it has no `forward`.
+
+    An example is `model.project(model.decode(ids))`.
+    """
+    cls = type(model)
+    if cls.forward is not nn.Module.forward:
+        return None
+    own = {n: f for c in reversed(cls.__mro__) if is_users_class(c) for n, f in vars(c).items()}
+    names = [n for n, f in own.items() if FORWARD_PARTS.search(n) and inspect.isfunction(f)]
+    for calls in map(MethodCalls, [*product(names, names), *product(names)]):
+        with suppress(Exception), eval_mode(model), plain_kernels():
+            calls(model, ids)
+            return calls
+    return None
 
 
 def batch_sizes(model: nn.Module) -> list[int]:
