@@ -162,6 +162,27 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "unexplained",
         "scores = ",
     ),
+    "a mask that multiplies infinity by zero": (
+        [
+            (
+                'scores = scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))',
+                'scores = scores + self.mask[:T, :T] * float("-inf")',
+            )
+        ],
+        "unexplained",
+        'self.mask[:T, :T] * float("-inf")',
+    ),
+    "positive scores that are divided by their sum": (
+        [
+            ('float("-inf")', "0.0"),
+            (
+                "torch.softmax(scores, dim=-1)",
+                "F.relu(scores) / (F.relu(scores).sum(-1, keepdim=True) + 1e-6)",
+            ),
+        ],
+        "unexplained",
+        "scores = ",
+    ),
     "the mean over all positions": (
         [("return self.head(x)", "return self.head(x.mean(dim=1))")],
         "unexplained",
@@ -899,6 +920,14 @@ def test_blocks_that_are_run_twice_are_named(tiny: Path, tmp_path: Path) -> None
     found = only_finding(adaptation, "n_layer_mismatch")
     assert "the 3 blocks are run 6 times in all" in found.message
     assert found.source_line == "x = block(x)" and found.tap == "h.2.out"
+
+
+def test_a_block_that_is_run_on_its_own_result_is_named(tiny: Path, tmp_path: Path) -> None:
+    adaptation = adapted(tiny, tmp_path, [("x = block(x)", "x = block(block(x))")])
+    assert {f.code for f in adaptation.deviations} == {"n_layer_mismatch"}
+    found = only_finding(adaptation, "n_layer_mismatch")
+    assert "the 3 blocks are run 6 times in all" in found.message
+    assert found.source_line == "x = block(block(x))" and found.tap == "h.0.out"
 
 
 def test_a_mean_of_equal_values_is_not_a_doubled_residual(tiny: Path, tmp_path: Path) -> None:

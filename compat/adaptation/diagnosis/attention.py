@@ -162,6 +162,8 @@ class LayerAttention:
         if self.formula and (self.formula.hidden is None or self.formula.axis != -1):
             return None
         softmaxes = {*self.live(SOFTMAXES)}
+        if self.formula is None and not softmaxes and not self.live(frozenset({"exp"})):
+            return None
         for node in self.live(frozenset({"masked_fill", "where"})):
             if self.graph.ancestors[node] & softmaxes:
                 break  # it sets weights and not scores
@@ -221,6 +223,16 @@ class LayerAttention:
         other[..., -1, :] += 1
         one, two = (piece.heads(q, k, values)[..., :-1, :] for values in (v, other))
         return not torch.allclose(one, two)
+
+    @cached_property
+    def first_nan(self) -> Node | None:
+        """The first operation that computes NaN from finite queries and keys."""
+        piece = AttentionPiece(self.graph, self.attention)
+        if not piece.probabilities(piece.random(0), piece.keys(1)).isnan().all():
+            return None
+        computed = [n for n in self.inside if size(n)]
+        values = self.graph.run(computed, piece.known(piece.random(0), piece.keys(1)))
+        return next((n for n, v in zip(computed, values, strict=True) if v.isnan().any()), None)
 
     @cached_property
     def is_transposed(self) -> bool:
@@ -629,6 +641,10 @@ def unknown_attention(layer: LayerAttention) -> Deviation | None:
             f"the weights of the values are computed from {1 + len(layer.op.others)} products of "
             "queries and keys, as in differential attention, but GPT-2 computes them from one"
         )
+    elif (node := layer.first_nan) is not None:
+        place = layer.graph.place(node)
+        found = f"{kind(node)} computes NaN here, as in 0 · inf, so every logit is NaN"
+        return Deviation(f"h.{layer.i}.probs", place, {"found": found})
     elif layer.is_transposed:
         place = layer.graph.place(layer.op.product)
         lines = [place]
@@ -702,6 +718,8 @@ def repeated_softmax(layer: LayerAttention) -> Deviation | None:
 @each_layer
 def no_mask_of_unknown_attention(layer: LayerAttention) -> Deviation | None:
     if not layer.is_unknown or layer.attention.indirect or layer.is_transposed:
+        return None
+    if layer.first_nan is not None:
         return None
     if not layer.attends_to_later_tokens:
         return None

@@ -150,13 +150,18 @@ class AttentionPiece:
         q, k = self.attention.q_factor * q, self.attention.k_factor * k
         return self._computed([inner.q, inner.k, inner.v], q, k, v)
 
-    def _computed(self, ends: Sequence[View], q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    def known(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> dict[Node, Tensor]:
+        """Return the values of the nodes that hold q, k and v; by default, v is random."""
         known: dict[Node, Tensor] = {}
         views = (self.attention.q, self.attention.k, self.attention.v)
-        for view, value in zip(views, (q, k, v), strict=True):
+        for view, value in zip(views, (q, k, self.values(2) if v is None else v), strict=True):
             for node, part in zip(view.nodes, view.write(value), strict=True):
                 # A node that holds several of them, as a fused projection does, is their sum.
                 known[node] = known[node] + part if node in known else part
+        return known
+
+    def _computed(self, ends: Sequence[View], q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        known = self.known(q, k, v)
         nodes = list(dict.fromkeys(node for end in ends for node in end.nodes))
         values = dict(zip(nodes, self.graph.run(nodes, known), strict=True))
         return [end.read([values[node] for node in end.nodes]) for end in ends]

@@ -99,18 +99,16 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     found, expected = len(context.anatomy.layers), context.config.n_layer
     if found == expected:
         return
-    own = {
-        frozenset(context.graph.parameters_between(layer.qkv_ends, [layer.x1]))
-        for layer in context.anatomy.layers
-    }
-    if len(own) == expected and context.unmatched.shared:  # shared_parameters
-        return
-    if len(own) == expected < found:
+    if repeated := _first_repeated(context):
         layers, model = context.anatomy.layers, context.model
-        place = source.calling(context.graph, model, layers[expected].attn, context.anatomy.head)
+        place = source.calling(context.graph, model, layers[repeated].attn, context.anatomy.head)
         message = "the {expected} blocks are run {found} times in all, but GPT-2 runs each once"
         again = {"found": found, "expected": expected, "fix": "for block in blocks: x = block(x)"}
-        yield Deviation(f"h.{expected - 1}.out", place, again, message=message)
+        yield Deviation(f"h.{repeated - 1}.out", place, again, message=message)
+        return
+    layers = context.anatomy.layers
+    own = {frozenset(context.graph.parameters_between(n.qkv_ends, [n.x1])) for n in layers}
+    if len(own) == expected and context.unmatched.shared:  # attention alone is called again
         return
     assigned, names = context.mapping.by_tensor, context.graph.names
     first = next((names[n[0]] for hf, (n, _) in assigned.items() if hf.startswith("h.0.")), "")
@@ -138,6 +136,22 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     changes = Changes(n_layer=found) if found < expected else None
     tap = f"h.{min(found, expected) - 1}.out" if found else "ln_f"
     yield Deviation(tap, place, values, changes, message=message)
+
+
+def _first_repeated(context: DiagnosisContext) -> int:
+    """Return the number of the first layer that runs an earlier block again.
+
+    It is 0 unless there are as many blocks as in the checkpoint.
+    """
+    graph, outs = context.graph, [layer.out for layer in context.anatomy.layers]
+    starts = [context.anatomy.embed, *outs]
+    own = [
+        frozenset(graph.parameters_between([out], [start]))
+        for start, out in zip(starts, outs, strict=False)
+    ]
+    if not len({*own}) == context.config.n_layer < len(own):
+        return 0
+    return next(i for i, parameters in enumerate(own) if parameters in own[:i])
 
 
 def _all_contribute(context: DiagnosisContext, blocks: str, n_layer: int) -> bool:
@@ -458,7 +472,7 @@ for _code, (_, _lacks, _fix) in MISSING.items():
 )
 def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
     shared = context.unmatched.shared
-    if not shared:
+    if not shared or _first_repeated(context):  # n_layer_mismatch
         return
     hf, other = next(iter(shared.items()))
     module, place = hf.rpartition(".")[0], context.owner_of(other)
