@@ -230,6 +230,11 @@ class Anatomy:
     vocabulary: int
     leading: list[Node]
 
+    @property
+    def position_width(self) -> int:
+        """The width of vectors that are added to the tokens, which may be projected before."""
+        return self.table_width if self.own_input is None else size(self.embed)[-1]
+
 
 class GraphIndex:
     """The projections, products and embeddings of a graph, and how they are connected.

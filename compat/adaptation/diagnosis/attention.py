@@ -225,31 +225,34 @@ class LayerAttention:
         return not torch.allclose(one, two)
 
     @cached_property
-    def first_nan(self) -> Node | None:
-        """The first operation that computes NaN from finite queries and keys."""
+    def weights(self) -> Tensor:
+        """The weights of the values, (B, H, T, T), for random queries and keys."""
         piece = AttentionPiece(self.graph, self.attention)
-        if not piece.probabilities(piece.random(0), piece.keys(1)).isnan().all():
+        return piece.probabilities(piece.random(0), piece.keys(1))
+
+    @cached_property
+    def first_nan(self) -> Node | None:
+        """The first operation that computes NaN, if all weights are NaN."""
+        if not self.weights.isnan().all():
             return None
+        piece = AttentionPiece(self.graph, self.attention)
         computed = [n for n in self.inside if size(n)]
         values = self.graph.run(computed, piece.known(piece.random(0), piece.keys(1)))
         return next((n for n, v in zip(computed, values, strict=True) if v.isnan().any()), None)
 
-    @cached_property
+    @property
     def is_transposed(self) -> bool:
         """Whether the weights of each key, and not those of each query, sum to 1."""
         if self.formula is not None or self.attention.indirect or self.op.others:
             return False
-        piece = AttentionPiece(self.graph, self.attention)
-        weights = piece.probabilities(piece.random(0), piece.keys(1))
-        sums, of_keys = weights.sum(-1), weights.sum(-2)
+        sums, of_keys = self.weights.sum(-1), self.weights.sum(-2)
         ones = torch.ones_like(sums)
         return torch.allclose(of_keys, ones) and not torch.allclose(sums, ones)
 
-    @cached_property
+    @property
     def token_without_keys(self) -> int | None:
         """The first token whose probabilities are NaN, because all of its scores are hidden."""
-        piece = AttentionPiece(self.graph, self.attention)
-        rows = piece.probabilities(piece.random(0), piece.keys(1)).isnan().all(-1)[0, 0]
+        rows = self.weights.isnan().all(-1)[0, 0]
         return int(rows.nonzero()[0]) if rows.any() else None
 
     @cached_property
@@ -719,9 +722,7 @@ def repeated_softmax(layer: LayerAttention) -> Deviation | None:
 def no_mask_of_unknown_attention(layer: LayerAttention) -> Deviation | None:
     if not layer.is_unknown or layer.attention.indirect or layer.is_transposed:
         return None
-    if layer.first_nan is not None:
-        return None
-    if not layer.attends_to_later_tokens:
+    if layer.first_nan is not None or not layer.attends_to_later_tokens:
         return None
     return layer.deviation(layer.softmax_line, layer.own_attention)
 

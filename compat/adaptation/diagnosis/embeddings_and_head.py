@@ -286,9 +286,8 @@ def pooled_positions(context: DiagnosisContext) -> Iterator[Deviation]:
             f"the logits are computed from the {POOLS[pool]} over all positions, as in a "
             "classifier, but GPT-2 computes logits for each position from its own hidden state"
         )
-        yield Deviation(
-            "ln_f", source.running(context.graph, [context.last_only]), {"found": found}
-        )
+        place = source.running(context.graph, [context.last_only])
+        yield Deviation("ln_f", place, {"found": found})
 
 
 @deviation(

@@ -89,7 +89,8 @@ def context_too_short(context: DiagnosisContext) -> Iterator[Deviation]:
 def _positions(context: DiagnosisContext) -> int | None:
     """Return the rows of the table of positions if they differ from the checkpoint's."""
     if "wpe.weight" in context.unmatched.shapes:
-        return prod(context.unmatched.shapes["wpe.weight"][0]) // size(context.anatomy.embed)[-1]
+        shape = context.unmatched.shapes["wpe.weight"][0]
+        return prod(shape) // context.anatomy.position_width
     assigned = context.mapping.by_tensor.get("wpe.weight")
     return assigned[1].wanted if assigned and isinstance(assigned[1], Rows) else None
 

@@ -731,7 +731,7 @@ def _assign_norm(graph: Graph, hf: str, norm: Norm) -> dict[str, Assignment]:
 
 def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GPT2Config) -> None:
     """Assign the embeddings and the head, by the shapes of their parameters."""
-    graph, C = anatomy.graph, anatomy.width
+    graph = anatomy.graph
     tables = graph.parameters_between([anatomy.token_embedding], [])
     if len(tables) != 1:
         names = listed([graph.names[node] for node in tables])
@@ -742,34 +742,33 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
         )
     table = tables[0]
 
-    def is_table(node: Node, C: int = C) -> bool:
+    def is_table(node: Node, C: int) -> bool:
         shape = graph.values[node].shape
         return node is not table and C in shape and shape.numel() > C
 
-    def assign(hf: str, node: Node, rows: int, C: int = C, start: int = 0) -> None:
-        """Assign a tensor, or the rows that both have if their number differs."""
+    def assign(hf: str, node: Node, C: int, rows: int, start: int = 0) -> None:
+        """Assign a tensor of width C, or the rows that both have if their number differs."""
         pattern = _pattern(graph, node, C)
         wanted = graph.values[node].numel() // C
         plain: dict[str, Op] = {"r c -> r c": Same(), "r c -> c r": Transpose()}
         op = plain.get(pattern) or Rearrange(pattern)
         found.by_tensor[hf] = (node,), op if wanted == rows else Rows(rows, wanted, pattern, start)
 
-    assign(EMBEDDING, table, config.vocab_size, anatomy.table_width)
-    own_input = [] if anatomy.own_input is None else [anatomy.own_input]
-    added = graph.parameters_between([anatomy.embed], own_input)
-    width = size(anatomy.embed)[-1]  # of factorized embeddings, another than the stream's
-    for node in added:
-        if not is_table(node, width):
-            continue
+    assign(EMBEDDING, table, anatomy.table_width, config.vocab_size)
+    tokens = [] if anatomy.own_input is None else [anatomy.own_input]
+    positions = [
+        node for node in graph.parameters_between([anatomy.embed], tokens)
+        if is_table(node, anatomy.position_width)
+    ]  # fmt: skip
+    for node in positions[:1]:
         spare = graph.values[node].numel() // config.n_embd - config.n_positions
         formula = embedding_of(anatomy, table, node) if spare > 0 else None
         first = formula.offset if formula is not None else None
         start = first if first is not None and 0 <= first <= spare else 0
-        assign("wpe.weight", node, config.n_positions, width, start)
-        break
+        assign("wpe.weight", node, anatomy.position_width, config.n_positions, start)
     for node in graph.parameters_between([anatomy.logits], [anatomy.xf]):
-        if is_table(node):
-            assign(HEAD, node, config.vocab_size)
+        if is_table(node, anatomy.width):
+            assign(HEAD, node, anatomy.width, config.vocab_size)
         elif node is not table and graph.values[node].numel() > 1:
             found.zeroed.append(node)  # a bias; a single number is a factor
     found.head_scale = _head_scale(anatomy)
