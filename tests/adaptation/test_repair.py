@@ -15,12 +15,14 @@ from compat.adaptation.repair.repair import (
     Repair,
     Search,
     Target,
+    Unrepaired,
     is_proved,
     repair,
     small_checkpoint,
 )
 from compat.adaptation.repair.source import Edit, Source, apply
 from compat.adaptation.repair.write import write
+from compat.adaptation.result import Finding
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.user_models.notebook import code_cells, read_source
 from tests.adapt_project import ERF, GPT, TANH, notebook
@@ -1168,3 +1170,10 @@ def test_a_keyword_is_added_before_a_comment(before: str, after: str) -> None:
     source = Source("f.py", before)
     [call] = source.nodes(ast.Call)
     assert apply(before, [source.set_keyword(call, "k", "1")]) == after
+
+
+def test_a_deviation_that_is_left_somewhere_is_not_called_repaired() -> None:
+    left = Finding("no_pos", "breaks", None, None, None, None, "", "", "")
+    found = str(Unrepaired(["relu", "no_pos"], [left]))
+    assert found == "edits were found for relu, but none for no_pos"
+    assert str(Unrepaired(["no_pos"], [left])) == "no edits were found for no_pos"

@@ -180,10 +180,11 @@ class Unrepaired:
     untried: bool = False
 
     def __str__(self) -> str:
-        fixed = listed(list(dict.fromkeys(self.fixed)), 20)
+        codes = dict.fromkeys(finding.code for finding in self.left)
+        fixed = listed([code for code in dict.fromkeys(self.fixed) if code not in codes], 20)
         if not self.left:
             return f"edits were found for {fixed}, but the edited model was not proved compatible"
-        left = listed(list(dict.fromkeys(finding.code for finding in self.left)), 20)
+        left = listed(list(codes), 20)
         known = f"edits were found for {fixed}, but none" if fixed else "no edits were found"
         option = "--unsafe-fixes also tries edits that change the signature of a constructor"
         hint = f" ({option})" if self.untried else ""
