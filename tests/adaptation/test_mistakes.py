@@ -183,6 +183,31 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "unexplained",
         "scores = ",
     ),
+    "a branch that is subtracted": (
+        [
+            (
+                "        x = self.att(x)\n        x = x + shortcut\n",
+                "        x = self.att(x)\n        x = shortcut - x\n",
+            )
+        ],
+        "residual_weights",
+        "x = shortcut - x",
+    ),
+    "keys that are activated": (
+        [("keys = self.W_key(x)", "keys = F.relu(self.W_key(x))")],
+        "unexplained",
+        "keys = F.relu(self.W_key(x))",
+    ),
+    "the query alone is normalized": (
+        [("queries = self.W_query(x)", "queries = F.layer_norm(self.W_query(x), (C,))")],
+        "unexplained",
+        "queries = F.layer_norm(self.W_query(x), (C,))",
+    ),
+    "positions that are subtracted": (
+        [("self.tok_emb(ids) + self.pos_emb", "self.tok_emb(ids) - self.pos_emb")],
+        "scaled_embedding",
+        "self.tok_emb(ids) - self.pos_emb",
+    ),
     "the mean over all positions": (
         [("return self.head(x)", "return self.head(x.mean(dim=1))")],
         "unexplained",
@@ -636,7 +661,8 @@ BY_OWN_OPERATIONS = [
     "a softmax over the heads after a finite mask", "masked scores of 1e-9",
     "a norm of the token embedding", "vectors of length 1 after a norm",
     "vectors of length 1 before a norm", "hidden states of length 1 after the last norm",
-    "weights that are transposed", "the highest four weights",
+    "weights that are transposed", "the highest four weights", "a branch that is subtracted",
+    "positions that are subtracted",
 ]  # fmt: skip
 
 EQUAL: dict[str, Edits] = {
@@ -744,6 +770,38 @@ def test_a_token_that_attends_to_none_is_reported_as_the_cause_of_nan(
     found = only_finding(adaptation, "mask_off")
     assert "token 0 attends to no token, so its probabilities are NaN" in found.message
     assert [f.code for f in adaptation.deviations] == ["mask_off"]
+
+
+def test_a_softmax_over_the_batch_that_computes_nan_is_one_finding(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits = [("torch.softmax(scores, dim=-1)", "torch.softmax(scores, dim=0)")]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert [f.code for f in adaptation.deviations] == ["softmax_dim"]
+    assert "over the batch" in adaptation.deviations[0].message
+
+
+def test_a_mean_that_is_added_to_the_embeddings_is_no_norm(tiny: Path, tmp_path: Path) -> None:
+    """The positions are added beside it, so they are not called missing."""
+    adaptation = adapted(
+        tiny, tmp_path, [("x = self.tok_emb(ids) +", "x = self.tok_emb(ids)\n"
+                          "        x = x + x.mean(1, keepdim=True) +")]
+    )  # fmt: skip
+    [found] = adaptation.deviations
+    assert found.message.startswith("the code computes mean and add between the token embedding")
+    assert (
+        found.source_line
+        == "x = x + x.mean(1, keepdim=True) + self.pos_emb(torch.arange(T, device=ids.device))"
+    )
+
+
+def test_positions_are_shown_from_the_first_that_differs(tiny: Path, tmp_path: Path) -> None:
+    edits = [("torch.arange(T, device=ids.device)", "torch.arange(T, device=ids.device) % 4")]
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = only_finding(adaptation, "position_ids")
+    assert found.message == (
+        "the tokens have the positions …, 3, 0, 1, 2, …, but GPT-2 uses …, 3, 4, 5, 6, …"
+    )
 
 
 def test_blocks_without_attention_are_not_called_unused(tiny: Path, tmp_path: Path) -> None:

@@ -955,8 +955,8 @@ class _Dissection:
         return total
 
     def _adds_streams(self, node: Node) -> bool:
-        """Return whether a node is the sum of two live tensors (B, T, C)."""
-        if kind(node) != "add":
+        """Return whether a node is the sum or the difference of two live tensors (B, T, C)."""
+        if kind(node) not in ("add", "sub"):
             return False
         inputs = tensor_inputs(node)[:2]
         B, T = self.graph.shape

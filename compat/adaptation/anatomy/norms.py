@@ -33,6 +33,8 @@ from compat.adaptation.tracing.graph import (
 # The path of the first block: `h.0.` or `blocks.block_0.`.
 _FIRST_BLOCK = re.compile(r"(?:\w+\.)*?\w*?(?<!\d)0\.")
 
+# What a norm does with what it reduces: a mean that is added to each token is no norm.
+NORMALIZING = frozenset("sub rsub div mul group_norm native_group_norm".split())
 CONVOLUTIONS = frozenset("conv1d convolution conv2d".split())
 
 
@@ -79,7 +81,8 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
     for first, last in pairwise(_waypoints(graph, start, end)):
         piece = _piece(graph, first, last)
         own = (n for n in piece if n in graph.live and first in graph.ancestors[n])
-        reduces = any(kind(node) in REDUCTIONS for node in own)
+        kinds = {kind(node) for node in own}
+        reduces = bool(kinds & REDUCTIONS) and bool(kinds & (NORMALIZING | NORM_KERNELS))
         reduces = reduces and prod(size(last)) >= prod(size(first))  # not a mean of several tensors
         projects = any(kind(n) in CONVOLUTIONS or contraction(n) is not None for n in piece)
         lengths = [prod(size(node)) for node in piece if node in graph.names]

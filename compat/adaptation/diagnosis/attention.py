@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any
@@ -657,9 +657,30 @@ def unknown_attention(layer: LayerAttention) -> Deviation | None:
         changing = [n for n in layer.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
         place = source.running(layer.graph, changing) or place
         lines = [place]
+        if changing:
+            found = _between_projections_and_products(changing)
     own = layer.attention.indirect
     deviation = layer.deviation(place, layer.own_attention, found=found, passed_on=own)
     return replace(deviation, lines=lines)
+
+
+@detects("unexplained")
+@each_layer
+def activated_projections(layer: LayerAttention) -> Deviation | None:
+    """Detect activations of q, k or v, which do not change projections of positive numbers."""
+    nodes = [n for n in layer.before if kind(n) in ACTIVATIONS]
+    if layer.attention.indirect or not nodes:
+        return None
+    values = {"found": _between_projections_and_products(nodes)}
+    return Deviation(f"h.{layer.i}.q", source.running(layer.graph, nodes), values)
+
+
+def _between_projections_and_products(nodes: Sequence[Node]) -> str:
+    kinds = listed(list(dict.fromkeys(map(kind, nodes))))
+    return (
+        f"the code computes {kinds} between the projections of q, k and v and their products, but "
+        "GPT-2 computes nothing there"
+    )
 
 
 @detects("unexplained")
@@ -687,7 +708,8 @@ def softmax_dim(layer: LayerAttention, formula: AttentionFormula) -> Deviation |
         return None
     nodes = layer.live(SOFTMAXES)
     place = source.torch_built(layer.context.model, nodes) or layer.softmax_line
-    return layer.deviation(place, found=SOFTMAX_AXES[formula.axis])
+    found = layer.deviation(place, found=SOFTMAX_AXES[formula.axis])
+    return replace(found, changes=None) if layer.weights.isnan().any() else found
 
 
 @deviation(
@@ -927,8 +949,8 @@ def _mask_deviation(code: str) -> Detector:
     @with_formula
     def detect(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
         found, values = mask_code(formula.allowed)
-        if found != code:
-            return None
+        if found != code or (formula.axis != -1 and layer.weights.isnan().any()):
+            return None  # a softmax over another axis of −∞ alone computes NaN, whatever the mask
         # The line that creates the mask, and the one that applies it.
         lines = [_mask_line(layer), source.running(layer.graph, layer.masked) or layer.softmax_line]
         deviation = layer.deviation(lines[0] or lines[1], **values)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import Layer, Operand
+from compat.adaptation.anatomy.dissect import Layer, Operand, Sum
 from compat.adaptation.anatomy.norms import deviating_layers
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.activations import (
@@ -410,6 +410,8 @@ def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
                 norm = context.places.named.get(f"h.{i}.ln_{1 if name == 'attn' else 2}")
                 own = norm is not None and norm.start is not total.shortcut
                 kept = _factor(context, stream, total.shortcut) if own else None
+                if kind(total.node) == "sub":
+                    branch, kept = _signed(total, branch or 1.0, kept or 1.0)
             if (branch or 1.0) != 1.0 or (kept or 1.0) != 1.0:
                 starts = [(end, total.branch), (stream, total.shortcut or total.node)]
                 between = [n for start, to in starts for n in context.graph.between([to], [start])]
@@ -426,6 +428,12 @@ def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
         lines = [source.running(context.graph, nodes) for *_, nodes in found.values()]
         values = {"found": f"{kept:.6g}", "branch": f"{branch:.6g}"}
         yield Deviation(first, lines[0], values, changes, lines=lines)
+
+
+def _signed(total: Sum, branch: float, kept: float) -> tuple[float, float]:
+    """Return the factors of branch and shortcut with the sign that their difference gives them."""
+    negated = tensor_inputs(total.node)[1]
+    return (-branch, kept) if negated is total.branch else (branch, -kept)
 
 
 @detects("residual_weights")

@@ -12,6 +12,7 @@ from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
 from compat.adaptation.diagnosis.shifts import shifted_ids
 from compat.adaptation.mapping.assignments import EmbeddingFormula
+from compat.adaptation.tracing.contractions import contraction
 from compat.adaptation.tracing.graph import (
     DRAWS,
     MOVES,
@@ -22,6 +23,7 @@ from compat.adaptation.tracing.graph import (
     tensor_inputs,
 )
 from compat.adaptation.tracing.rewrites import CUTS, POOLS
+from compat.errors import listed
 from compat.ops import Rows
 
 # Operations that make positions.
@@ -37,7 +39,7 @@ def _path(context: DiagnosisContext) -> list[Node]:
 def _sum_line(context: DiagnosisContext) -> Place | None:
     """Return the line that adds the embeddings; if unknown, the one that looks up the tokens."""
     graph = context.graph
-    sums = [node for node in _path(context) if kind(node) == "add" and node in graph.live]
+    sums = [n for n in _path(context) if kind(n) in ("add", "sub") and n in graph.live]
     return source.running(graph, sums or [context.anatomy.token_embedding])
 
 
@@ -101,6 +103,8 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
         return
     if context.anatomy.leading and _position_vectors(context):
         return  # they may be added after these projections
+    if later_tables(context):  # unknown_embedding
+        return
     if found.from_tokens:
         tables = context.mapping.by_tensor["wte.weight"][0]
         after = [n for n in _path(context) if n not in context.graph.live and n not in tables]
@@ -119,6 +123,15 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
         call = source.embedding_call(graph, model, node)
         lines = [line, call, context.owner_of("wte.weight")]
         yield Deviation("embed", line, {}, Changes(weights={"wpe.weight": None}), lines=lines)
+
+
+def later_tables(context: DiagnosisContext) -> set[Node]:
+    """Return the parameters of tables of positions that are read between embeddings and blocks."""
+    graph, layers = context.graph, context.anatomy.layers
+    end = layers[0].x1 if layers else context.anatomy.xf
+    before = graph.between([end], [context.anatomy.embed])
+    by_position = [n for n in before if n not in graph.live and graph.shape[1] in size(n)[:-1]]
+    return set().union(*(graph.parameters_of.get(n, frozenset()) for n in by_position))
 
 
 def _position_vectors(context: DiagnosisContext) -> bool:
@@ -152,8 +165,12 @@ def position_ids(context: DiagnosisContext) -> Iterator[Deviation]:
         yield _by_batch(context, found)
     if found.rows is None:
         return
-    shown = {"found": found.rows[:4], "expected": range(4)}
-    values = {key: ", ".join(map(str, rows)) + ", …" for key, rows in shown.items()}
+    first = next((i for i, row in enumerate(found.rows) if row != i), 0)
+    start = max(first - 1, 0)
+    shown = {"found": found.rows[start : start + 4], "expected": range(start, start + 4)}
+    values = {
+        key: "…, " * (start > 0) + ", ".join(map(str, rows)) + ", …" for key, rows in shown.items()
+    }
     added = context.weights["wpe.weight"][list(found.rows)] * found.position_scale
     changes = Changes(weights={"wpe.weight": None}, added=added)
     made = [node for node in _path(context) if kind(node) in POSITION_OPS]
@@ -182,13 +199,42 @@ def unknown_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
         how = {"cat": "concatenated", "mul": "multiplied"}[kind(joined[0])]
         found = f"token embedding and position embedding are {how}, but GPT-2 adds them"
         yield Deviation("embed", source.running(graph, joined), {"found": found})
+        return
+    inner = _before_the_sum(context)
+    if inner and "wte" not in context.places.extra:
+        kinds = listed(list(dict.fromkeys(map(kind, inner))))
+        found = (
+            f"the code computes {kinds} between the token embedding and its sum with the "
+            "positions, but GPT-2 computes nothing there"
+        )
+        yield Deviation("embed", source.running(graph, inner), {"found": found})
+        return
     # A token table of another width is reported as such.
-    elif context.embedding is None and "wte.weight" in context.mapping.by_tensor:
+    if _is_no_sum(context) and "wte.weight" in context.mapping.by_tensor:
         drawn = any(kind(node) in DRAWS for node in _path(context))
         if drawn or shifted_ids(graph, embed):
             return  # these have codes of their own
         found = "the embedding is not the sum of a token embedding and a position embedding"
         yield Deviation("embed", _sum_line(context), {"found": found})
+
+
+def _before_the_sum(context: DiagnosisContext) -> list[Node]:
+    """Return operations on the tokens alone, if none is a projection (extra_projection)."""
+    graph, anatomy = context.graph, context.anatomy
+    if anatomy.own_input is None or anatomy.own_input is anatomy.looked_up:
+        return []
+    inner = [n for n in graph.on_paths([anatomy.looked_up], [anatomy.own_input])
+             if kind(n) not in MOVES | {"getitem"}]  # fmt: skip
+    return [] if any(contraction(n) is not None for n in inner) else inner
+
+
+def _is_no_sum(context: DiagnosisContext) -> bool:
+    """Return whether no formula fits, or positions are read that the one that fits has not."""
+    found = context.embedding
+    if found is None:
+        return True
+    absent = found.offset is None and found.added is None and not found.rows
+    return absent and not found.by_batch and not found.from_tokens and bool(later_tables(context))
 
 
 def joined_positions(context: DiagnosisContext) -> list[Node]:

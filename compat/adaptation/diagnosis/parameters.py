@@ -17,7 +17,7 @@ from torch.fx import Node
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.attention import attention_in
 from compat.adaptation.diagnosis.context import DiagnosisContext
-from compat.adaptation.diagnosis.embeddings_and_head import joined_positions
+from compat.adaptation.diagnosis.embeddings_and_head import joined_positions, later_tables
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
 from compat.adaptation.mapping.assignments import UnknownProjection
@@ -618,6 +618,7 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
             own_finding = [layer.mlp_sum.branch]
         own_finding += [layer.mlp] if layer.unknown else []  # unknown_mlp
         known |= set(graph.parameters_between(own_finding, [layer.x2]))
+    known |= later_tables(context)  # unexplained
     if context.anatomy.own_input is not None:  # extra_projection, extra_ln, or unexplained
         known |= {*graph.parameters_between([context.anatomy.embed], [context.anatomy.looked_up])}
     if context.anatomy.leading:  # extra_projection, or an MLP before attention
