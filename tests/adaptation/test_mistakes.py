@@ -218,6 +218,11 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "unexplained",
         "self.tok_emb(ids) *",
     ),
+    "positions that scale the tokens": (
+        [("self.tok_emb(ids) + self.pos_emb", "self.tok_emb(ids) * 2 ** self.pos_emb")],
+        "unexplained",
+        "self.tok_emb(ids) *",
+    ),
     "one output less than tokens": (
         [("nn.Linear(emb_dim, vocab_size, bias=False)", "nn.Linear(emb_dim, vocab_size - 1)")],
         "vocab_mismatch",

@@ -103,7 +103,7 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
         return
     if context.anatomy.leading and _position_vectors(context):
         return  # they may be added after these projections
-    if later_tables(context):  # unknown_embedding
+    if later_tables(context) or joined_positions(context):  # unknown_embedding
         return
     if found.from_tokens:
         tables = context.mapping.by_tensor["wte.weight"][0]
