@@ -324,6 +324,11 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "random_in_forward",
         "torch.bernoulli",
     ),
+    "bits that are drawn and always one": (
+        [(LOOP, f"        x = x + torch.bernoulli(torch.sigmoid(ids + 99.0))[..., None]\n{LOOP}")],
+        "random_in_forward",
+        "torch.bernoulli",
+    ),
     "weights that change": (
         [(LOOP, f"        self.tok_emb.weight.data.mul_(1.001)\n{LOOP}")],
         "weights_changed",

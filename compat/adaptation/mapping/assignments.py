@@ -31,7 +31,15 @@ from compat.adaptation.mapping.linear_maps import (
     merged,
     token_view,
 )
-from compat.adaptation.tracing.graph import MOVES, Graph, kind, random_values, size, tensor_inputs
+from compat.adaptation.tracing.graph import (
+    DRAWS,
+    MOVES,
+    Graph,
+    kind,
+    random_values,
+    size,
+    tensor_inputs,
+)
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.config import GPT2Config
@@ -832,14 +840,14 @@ class EmbeddingFormula:
 
 
 def embedding_of(anatomy: Anatomy, table: Node, positions: Node | None) -> EmbeddingFormula | None:
-    """Measure the formula of the embeddings; None if no such formula fits.
+    """Measure the formula of the embeddings; None if no such formula fits, or numbers are drawn.
 
     A norm or a projection of the tokens alone is no part of it, and is skipped.
     """
     graph, embed = anatomy.graph, anatomy.embed
     T = graph.shape[1]
     view = token_view(graph, embed)
-    if view is None:
+    if view is None or any(kind(node) in DRAWS for node in graph.between([embed], [graph.input])):
         return None
     ids = {graph.input: graph.example}
     # A parameter that is 1 everywhere is a factor. All others are terms, and set to zero.
