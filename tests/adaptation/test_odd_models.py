@@ -444,6 +444,13 @@ class FromWideNorm(GPT):
         return x + block.mlp(x)
 
 
+class WideNormWithoutPositions(FromWideNorm):
+    """The norms have a weight for each position, which is no table of positions."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.wte(ids)
+
+
 class SummedHeads(Block):
     """Each head has its own output projection, and an einsum sums the results."""
 
@@ -620,6 +627,10 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
         {"norm_axis": "over axes 1 and 2 of 3", "rmsnorm": "RMSNorm",
          "residual_from_norm": "starts after the norm", "no_ln_bias": "no bias",
          "random_parameters": "weight"},
+    ),
+    "a norm over tokens, without positions": (
+        lambda: WideNormWithoutPositions(False),
+        {"norm_axis": "over axes 1 and 2 of 3", "no_pos": "there is no position embedding"},
     ),
     "a centred norm over tokens": (
         lambda: FromWideNorm(True),

@@ -126,12 +126,17 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 def later_tables(context: DiagnosisContext) -> set[Node]:
-    """Return the parameters of tables of positions that are read between embeddings and blocks."""
+    """Return the parameters of tables of positions that are read between embeddings and blocks.
+
+    Norms over several axes have parameters for each position, too, which are none of them.
+    """
     graph, layers = context.graph, context.anatomy.layers
     end = layers[0].x1 if layers else context.anatomy.xf
     before = graph.between([end], [context.anatomy.embed])
     by_position = [n for n in before if n not in graph.live and graph.shape[1] in size(n)[:-1]]
-    return set().union(*(graph.parameters_of.get(n, frozenset()) for n in by_position))
+    norms = [*context.places.named.values(), *context.places.extra.values()]
+    own = {parameter for norm in norms for parameter in (norm.scale, norm.shift)}
+    return set().union(*(graph.parameters_of.get(n, frozenset()) for n in by_position)) - own
 
 
 def _position_vectors(context: DiagnosisContext) -> bool:
