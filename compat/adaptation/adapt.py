@@ -686,10 +686,9 @@ def _signature(
 ) -> tuple[CallSignature, Tensor]:
     """Return how to call the model, and on which ids.
 
-    If these ids fail, the model is called on full length, on ids below 16 or in
-    all tables, on 32-bit ids, on ids
-    that are floating-point numbers, on one-hot vectors, on one sequence without the axis of the
-    batch, and on the numbers of sequences that it may expect, also of full length.
+    If these ids fail, the model is called on full length, on ids below 16 that every table has, on
+    32-bit ids, on ids that are floating-point numbers, on one-hot vectors, on one sequence without
+    the axis of the batch, and on the numbers of sequences that it may expect, also of full length.
 
     Raises:
         AdaptError: none of them works.

@@ -445,7 +445,7 @@ class FromWideNorm(GPT):
 
 
 class WideNormWithoutPositions(FromWideNorm):
-    """The norms have a weight for each position, which is no table of positions."""
+    """The norms have weights for each position, which are not position embeddings."""
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.wte(ids)

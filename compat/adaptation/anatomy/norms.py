@@ -33,7 +33,7 @@ from compat.adaptation.tracing.graph import (
 # The path of the first block: `h.0.` or `blocks.block_0.`.
 _FIRST_BLOCK = re.compile(r"(?:\w+\.)*?\w*?(?<!\d)0\.")
 
-# What a norm does with what it reduces: a mean that is added to each token is no norm.
+# What a norm does with the result of a reduction. A mean that is only added is not a norm.
 NORMALIZING = frozenset("sub rsub div mul group_norm native_group_norm".split())
 CONVOLUTIONS = frozenset("conv1d convolution conv2d".split())
 

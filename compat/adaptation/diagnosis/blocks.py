@@ -201,12 +201,8 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
 
 @detects("extra_projection")
 def projected_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
-    anatomy = context.anatomy
-    inner = [] if anatomy.own_input is None else [anatomy.own_input]
-    leading = [
-        node for node in context.graph.live_between(inner, [anatomy.looked_up])
-        if contraction(node) is not None and node is not anatomy.looked_up
-    ] or anatomy.leading  # fmt: skip
+    own = [node for node in context.on_tokens_alone if contraction(node) is not None]
+    leading = own or context.anatomy.leading
     if leading and not _mlp_first(context):
         message = (
             "a projection is applied to the embeddings before the first block, but GPT-2's first "

@@ -88,6 +88,15 @@ class DiagnosisContext:
             return min(self.config.n_positions, assigned[1].wanted)
         return self.config.n_positions
 
+    @property
+    def on_tokens_alone(self) -> list[Node]:
+        """The operations on the token embedding alone, before its sum with the positions."""
+        anatomy = self.anatomy
+        if anatomy.own_input is None or anatomy.own_input is anatomy.looked_up:
+            return []
+        path = self.graph.on_paths([anatomy.looked_up], [anatomy.own_input])
+        return [node for node in path if kind(node) not in MOVES | {"getitem"}]
+
     @cached_property
     def embedding(self) -> EmbeddingFormula | None:
         """The formula of the embedding; None if it is unknown or the token table did not fit."""

@@ -205,8 +205,9 @@ def unknown_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
         found = f"token embedding and position embedding are {how}, but GPT-2 adds them"
         yield Deviation("embed", source.running(graph, joined), {"found": found})
         return
-    inner = _before_the_sum(context)
-    if inner and "wte" not in context.places.extra:
+    inner = context.on_tokens_alone
+    known = "wte" in context.places.extra or any(contraction(n) is not None for n in inner)
+    if inner and not known:  # extra_ln, or extra_projection
         kinds = listed(list(dict.fromkeys(map(kind, inner))))
         found = (
             f"the code computes {kinds} between the token embedding and its sum with the "
@@ -221,16 +222,6 @@ def unknown_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
             return  # these have codes of their own
         found = "the embedding is not the sum of a token embedding and a position embedding"
         yield Deviation("embed", _sum_line(context), {"found": found})
-
-
-def _before_the_sum(context: DiagnosisContext) -> list[Node]:
-    """Return operations on the tokens alone, if none is a projection (extra_projection)."""
-    graph, anatomy = context.graph, context.anatomy
-    if anatomy.own_input is None or anatomy.own_input is anatomy.looked_up:
-        return []
-    inner = [n for n in graph.on_paths([anatomy.looked_up], [anatomy.own_input])
-             if kind(n) not in MOVES | {"getitem"}]  # fmt: skip
-    return [] if any(contraction(n) is not None for n in inner) else inner
 
 
 def _is_no_sum(context: DiagnosisContext) -> bool:

@@ -842,7 +842,7 @@ class EmbeddingFormula:
 def embedding_of(anatomy: Anatomy, table: Node, positions: Node | None) -> EmbeddingFormula | None:
     """Measure the formula of the embeddings; None if no such formula fits, or numbers are drawn.
 
-    A norm or a projection of the tokens alone is no part of it, and is skipped.
+    A norm or a projection of the tokens alone is not a part of it, and is skipped.
     """
     graph, embed = anatomy.graph, anatomy.embed
     T = graph.shape[1]
