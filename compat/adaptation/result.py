@@ -126,8 +126,8 @@ class Adaptation(HtmlPage):
     def why_unchecked(self) -> str:
         """The reason why `parity` is None."""
         if len(self.unmatched) == self.tensors:
-            first = next((f.code for f in self.findings if f.severity == "breaks"), "unexplained")
-            if first != "unexplained":
+            first = next((f.code for f in self.findings if f.severity == "breaks"), "unknown_part")
+            if first != "unknown_part":
                 return f"the model cannot be mapped because of {first}"
             return "compat does not know a part of the model"
         return "its hidden states cannot be compared with the reference's"

@@ -47,7 +47,7 @@ def test_additions_to_values_and_to_the_residual_stream_do_not_hide_other_differ
         "changed_logits": "torch.tanh(logits",
     }.items():
         assert words in code_at[code], code
-    unknown = [f for f in findings if f.code == "unexplained" and f.line is not None]
+    unknown = [f for f in findings if f.code == "extra_operation" and f.line is not None]
     lines = {text[f.line - 1].strip().split(" = ")[0]: f.message for f in unknown if f.line}
     assert lines.keys() == {"x", "v"}
     assert "is added to the projection of v" in lines["v"] and "mul and add" in lines["x"]

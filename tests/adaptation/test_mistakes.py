@@ -144,9 +144,33 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "extra_ln",
         "F.normalize(x, dim=-1)",
     ),
+    "batch norms": (
+        [
+            ("self.norm1 = LayerNorm(dim)", "self.norm1 = nn.BatchNorm1d(dim)"),
+            ("self.norm1(x)", "self.norm1(x.mT).mT"),
+        ],
+        "other_norm",
+        "nn.BatchNorm1d(dim)",
+    ),
+    "instance norms": (
+        [
+            ("self.norm2 = LayerNorm(dim)", "self.norm2 = nn.InstanceNorm1d(dim, affine=True)"),
+            ("self.norm2(x)", "self.norm2(x.mT).mT"),
+        ],
+        "other_norm",
+        "nn.InstanceNorm1d(dim, affine=True)",
+    ),
+    "a group norm": (
+        [
+            ("self.final_norm = LayerNorm(", "self.final_norm = nn.GroupNorm(2, "),
+            ("self.final_norm(x)", "self.final_norm(x.mT).mT"),
+        ],
+        "other_norm",
+        "nn.GroupNorm(2, ",
+    ),
     "weights that are transposed": (
         [("(weights @ values)", "(weights.transpose(-2, -1) @ values)")],
-        "unexplained",
+        "other_attention",
         "weights.transpose(-2, -1) @ values",
     ),
     "the highest four weights": (
@@ -159,7 +183,7 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
                 "        weights = self.drop(",
             )
         ],
-        "unexplained",
+        "other_attention",
         "scores = ",
     ),
     "a mask that multiplies infinity by zero": (
@@ -169,7 +193,7 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
                 'scores = scores + self.mask[:T, :T] * float("-inf")',
             )
         ],
-        "unexplained",
+        "nan_scores",
         'self.mask[:T, :T] * float("-inf")',
     ),
     "positive scores that are divided by their sum": (
@@ -180,7 +204,7 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
                 "F.relu(scores) / (F.relu(scores).sum(-1, keepdim=True) + 1e-6)",
             ),
         ],
-        "unexplained",
+        "other_attention",
         "scores = ",
     ),
     "a branch that is subtracted": (
@@ -195,12 +219,12 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
     ),
     "keys that are activated": (
         [("keys = self.W_key(x)", "keys = F.relu(self.W_key(x))")],
-        "unexplained",
+        "extra_operation",
         "keys = F.relu(self.W_key(x))",
     ),
     "the query alone is normalized": (
         [("queries = self.W_query(x)", "queries = F.layer_norm(self.W_query(x), (C,))")],
-        "unexplained",
+        "extra_operation",
         "queries = F.layer_norm(self.W_query(x), (C,))",
     ),
     "positions that are subtracted": (
@@ -210,17 +234,17 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
     ),
     "the mean over all positions": (
         [("return self.head(x)", "return self.head(x.mean(dim=1))")],
-        "unexplained",
+        "pooled_positions",
         "x.mean(dim=1)",
     ),
     "positions that multiply the tokens": (
         [("self.tok_emb(ids) +", "self.tok_emb(ids) *")],
-        "unexplained",
+        "other_embedding",
         "self.tok_emb(ids) *",
     ),
     "positions that scale the tokens": (
         [("self.tok_emb(ids) + self.pos_emb", "self.tok_emb(ids) * 2 ** self.pos_emb")],
-        "unexplained",
+        "other_embedding",
         "self.tok_emb(ids) *",
     ),
     "one output less than tokens": (
@@ -472,7 +496,7 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
     ),
     "no query projection": (
         [("queries = self.W_query(x)", "queries = x")],
-        "unexplained",
+        "unknown_part",
         "queries =",
     ),
     "values of the layer of the queries": (
@@ -490,7 +514,7 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
     ),
     "keys of another tensor": (
         [("self.W_key(x)", "self.W_key(F.pad(x, (0, 0, 1, -1)) + x)")],
-        "unexplained",
+        "unknown_part",
         "self.W_key(F.pad",
     ),
     "an embedding that is added twice": (
@@ -521,12 +545,12 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
                 "x = block(x)\n            every.append(x)\n        x = sum(every) / len(every)\n",
             ),
         ],
-        "unexplained",
+        "extra_operation",
         "x = sum(every) / len(every)",
     ),
     "positions in every block": (
         [("x = block(x)\n", "x = block(x) + self.pos_emb.weight[:T]\n")],
-        "unexplained",
+        "extra_operation",
         "x = block(x) + self.pos_emb.weight[:T]",
     ),
     "a convolution before q, k and v": (
@@ -541,7 +565,7 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
                 "        x = self.conv(x).transpose(1, 2)\n",
             ),
         ],
-        "unexplained",
+        "extra_operation",
         "x = F.pad(",
     ),
     "gated heads": (
@@ -552,7 +576,7 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
             ),
             ("self.out_proj(out)", "self.out_proj(out * self.gate(x).sigmoid())"),
         ],
-        "unexplained",
+        "extra_operation",
         "self.out_proj(out * self.gate(x).sigmoid())",
     ),
     "mixed heads": (
@@ -602,7 +626,7 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
             (LOOP, "        before = []\n" + LOOP),
             ("block(x)", "block(x, before)"),
         ],
-        "unexplained",
+        "extra_operation",
         "values = values + before[0]",
     ),
     "values without a norm": (
@@ -625,7 +649,7 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
                 "x = self.norm1(x)\n        x = self.att(x)",
             ),
         ],
-        "unexplained",
+        "mlp_before_attention",
         "x = block(x)",
     ),
     "a projection of the embedding": (
@@ -642,7 +666,7 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
             (LOOP, f"        x = torch.cat([self.prompt.expand(B, -1, -1), x], dim=1)\n{LOOP}"),
             ("self.final_norm(x)", "self.final_norm(x[:, 3:])"),
         ],
-        "unexplained",
+        "extra_tokens",
         "x = torch.cat(",
     ),
     "attention from head to head": (
@@ -672,6 +696,7 @@ BY_OWN_OPERATIONS = [
     "a norm of the token embedding", "vectors of length 1 after a norm",
     "vectors of length 1 before a norm", "hidden states of length 1 after the last norm",
     "weights that are transposed", "the highest four weights", "a branch that is subtracted",
+    "batch norms", "instance norms", "a group norm",
     "positions that are subtracted",
 ]  # fmt: skip
 
@@ -868,12 +893,12 @@ def test_fixed_positions_that_are_added_in_place_are_reported(tiny: Path, tmp_pa
 
 @pytest.mark.parametrize("end", ["", "tanh"])
 def test_a_change_of_the_residual_sums_is_reported(tiny: Path, tmp_path: Path, end: str) -> None:
-    """A change that is not a factor, such as tanh, is unexplained."""
+    """A change that is not a factor, such as tanh, is an operation that GPT-2 does not have."""
     line = "        x = x + shortcut\n"
     divided, other = "        x = (x + shortcut) / 2\n", "        x = torch.tanh(x + shortcut)\n"
     adaptation = adapted(tiny, tmp_path, [(line, other if end else divided)])
     [found] = adaptation.deviations
-    assert found.code == ("unexplained" if end else "residual_weights")
+    assert found.code == ("extra_operation" if end else "residual_weights")
     assert found.evidence.startswith("confirmed")
 
 
@@ -963,8 +988,8 @@ def test_a_table_that_is_computed_from_two_parameters_is_an_unknown_part(
         (GELU, "F.gelu(self.up(x))"),
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, edits)
-    assert {f.code for f in adaptation.deviations} == {"unexplained", "erf_gelu"}
-    found = only_finding(adaptation, "unexplained")
+    assert {f.code for f in adaptation.deviations} == {"unknown_part", "erf_gelu"}
+    found = only_finding(adaptation, "unknown_part")
     assert "the token embedding is computed from 2 parameters" in found.message
     assert "F.embedding(ids" in (found.source_line or "")
 
@@ -1196,7 +1221,7 @@ def test_deviations_before_a_random_parameter_are_reported(tiny: Path, tmp_path:
         ("weights = self.drop(weights)", "weights = self.drop(weights) * self.w[:, :T, :T]"),
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, [*shift, *weighting])
-    assert only_finding(adaptation, "unexplained").tap == "h.0.q"
+    assert only_finding(adaptation, "extra_operation").tap == "h.0.q"
     assert only_finding(adaptation, "random_parameters").tap == "h.0.heads"
     alone = {f.code for f in adapted(tiny, tmp_path, weighting).findings}
     assert "random_parameters" in alone and not {"unexplained", "mask_after_softmax"} & alone
@@ -1612,7 +1637,7 @@ def test_a_table_of_pairs_is_named_at_its_line(tiny: Path, tmp_path: Path) -> No
 def test_a_norm_with_one_weight_for_all_channels_is_reported(tiny: Path, tmp_path: Path) -> None:
     edits = [(f"torch.{kind}(dim))", f"torch.{kind}(1))") for kind in ("ones", "zeros")]
     adaptation = adapted(tiny, tmp_path, edits)
-    found = only_finding(adaptation, "unexplained")
+    found = only_finding(adaptation, "other_shape")
     assert "h.{0…2}.ln_1.weight" in found.message and "has shape [1] and not [24]" in found.message
     assert (found.source_line or "").strip() == "self.norm1 = LayerNorm(dim)"
     target = Target(f"{tmp_path / 'learner.py'}:GPT")
@@ -1882,7 +1907,7 @@ def test_queries_that_are_summed_up_are_not_a_rotation(tiny: Path, tmp_path: Pat
     scores = "        scores = queries @"
     edits = [(scores, f"        queries = queries.cumsum(2)\n{scores}")]
     found = {f.code: f.tap for f in adapted(tiny, tmp_path, edits).deviations}
-    assert found == {"unexplained": "h.0.probs"}
+    assert found == {"extra_operation": "h.0.probs"}
 
 
 MASKED = '        scores = scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))\n'
@@ -2066,8 +2091,8 @@ def test_the_parts_around_differential_attention_are_examined(tiny: Path, tmp_pa
     file.write_text(text)
     adaptation = Target(f"{file}:GPT").adapt(open_checkpoint(tiny), {})
     found = {f.code: f for f in adaptation.deviations}
-    assert found.keys() == {"unexplained", "relu"}
-    assert "as in differential attention" in found["unexplained"].message
+    assert found.keys() == {"other_attention", "relu"}
+    assert "as in differential attention" in found["other_attention"].message
     assert all(f.evidence.startswith("confirmed") for f in found.values())
     assert not adaptation.unmatched
 
@@ -2084,7 +2109,7 @@ def test_a_factor_of_each_layer_is_not_the_weight_of_a_norm(tiny: Path, tmp_path
         ("        x = x + shortcut\n        return x", "        return self.norm1(x + shortcut)"),
     ]  # fmt: skip
     found = {f.code: f for f in adapted(tiny, tmp_path, edits).deviations}
-    assert not {"shared_parameters", "norm_axis", "unexplained"} & found.keys()
+    assert not {"shared_parameters", "norm_axis", "unexplained", "other_norm"} & found.keys()
     assert "factors" in found["random_parameters"].message
 
 

@@ -59,6 +59,16 @@ FEW_STYLES = {
     "per_head_projection": "test_odd_models.py projects each head before they are concatenated",
     "no_attention": "test_foreign.py has an RNN and an MLP",
     "unused_attention": "test_mistakes.py projects the input of the heads",
+    "extra_operation": "test_mistakes.py activates keys and shifts tensors",
+    "other_norm": "test_mistakes.py uses BatchNorm and GroupNorm",
+    "other_attention": "test_mistakes.py transposes and cuts the weights",
+    "nan_scores": "test_mistakes.py multiplies infinity by zero",
+    "mlp_before_attention": "test_mistakes.py exchanges the branches",
+    "other_embedding": "test_mistakes.py multiplies and concatenates positions",
+    "extra_tokens": "test_mistakes.py puts vectors before the tokens",
+    "pooled_positions": "test_mistakes.py pools over all positions",
+    "other_shape": "test_odd_models.py builds norms of other widths",
+    "unknown_part": "test_mistakes.py and test_odd_models.py have parts of other structure",
     "not_compared": "tests/parity/test_proof.py tests the limits of a proof",
 }
 

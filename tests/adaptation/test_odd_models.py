@@ -613,9 +613,9 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "a projection made in forward": (LinearInForward, {"random_in_forward": "random numbers"}),
     "a narrow table": (
         NarrowTable,
-        {"extra_projection": "applied to the embeddings", "unexplained": "8] and not"},
+        {"extra_projection": "applied to the embeddings", "other_shape": "8] and not"},
     ),
-    "tables side by side": (JoinedTables, {"unexplained": "are concatenated, but GPT-2 adds them"}),
+    "tables side by side": (JoinedTables, {"other_embedding": "are concatenated, but"}),
     "seven tokens": (sized(vocab=7), {"vocab_mismatch": "a vocabulary of 7"}),
     "mixed data types": (MixedTypes, {"low_precision": "bfloat16", "mixed_types": "ln_f.weight"}),
     "no layers": (sized(layers=0), {"n_layer_mismatch": "layers is 0"}),
@@ -698,7 +698,9 @@ def test_findings_name_the_difference(tiny: Path, name: str) -> None:
         assert breaking <= expected.keys()  # consequences of the width are not reported
     assert "unexamined" not in messages
     if "other_softmax" in expected:
-        assert ("no_mask" in messages) is ("no_mask" in expected) and "unexplained" not in messages
+        assert ("no_mask" in messages) is (
+            "no_mask" in expected
+        ) and "other_attention" not in messages
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -991,7 +993,7 @@ class Differential(Block):
 def test_differential_attention_is_reported(tiny: Path) -> None:
     model = GPT()
     model.blocks = nn.ModuleList(Differential(24, 4, 96) for _ in range(3))
-    [found] = [f for f in adapt(model, tiny).findings if f.code == "unexplained"]
+    [found] = [f for f in adapt(model, tiny).findings if f.code == "other_attention"]
     assert "weights.tril() @ v" in (found.source_line or "")
     assert "from 2 products of queries and keys" in found.message
 
@@ -1075,4 +1077,4 @@ def test_positions_that_are_looked_up_in_the_token_table_are_reported(tiny: Path
 def test_an_embedding_that_is_multiplied_by_position_is_not_reported_as_scaled(tiny: Path) -> None:
     adaptation = adapt(noisy_model(MultipliedByPosition), tiny)
     found = {finding.code: finding for finding in adaptation.findings}
-    assert found["unexplained"].tap == "embed" and "scaled_embedding" not in found
+    assert found["other_embedding"].tap == "embed" and "scaled_embedding" not in found

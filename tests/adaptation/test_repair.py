@@ -546,7 +546,7 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         [("        for block in self.blocks:\n            x = block(x)\n",
           "        every = []\n        for block in self.blocks:\n            x = block(x)\n"
           "            every.append(x)\n        x = torch.stack(every).mean(0)\n")],
-        ["unexplained"],
+        ["extra_operation"],
         "            every.append(x)\n        x = self.final_norm(x)\n",
     ),
     "a convolution before q, k and v": (
@@ -558,7 +558,7 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
           "        super().__init__(dim, dim, 3, groups=dim)\n\n    def forward(self, x):\n"
           "        x = F.pad(x.transpose(1, 2), (2, 0))\n"
           "        return super().forward(x).transpose(1, 2)\n\n\nclass Block(nn.Module):")],
-        ["unexplained"],
+        ["extra_operation"],
         "        x = self.att(x)\n",
     ),
     "attention from head to head": (
@@ -725,7 +725,7 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
     ),
     "a norm that adds its weight in place of its bias": (
         [("torch.sqrt(var + 1e-5) + self.shift", "torch.sqrt(var + 1e-5) + self.scale")],
-        ["no_ln_bias", "unexplained"],
+        ["no_ln_bias", "other_norm"],
         "torch.sqrt(var + 1e-5) + self.shift",
     ),
     "an attention in the place of the MLP": (
@@ -842,7 +842,7 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         [(BLOCK, PARTS.format("        x = x.tanh()\n        return x + self.ff(self.norm2(x))")),
          (MLP, "self.down(F.relu(self.up(x)))"),
          ("nn.Linear(dim, 4 * dim)", "nn.Linear(dim, 4 * dim, bias=False)")],
-        ["unexplained", "no_mlp_bias", "relu"],
+        ["extra_operation", "no_mlp_bias", "relu"],
         "    def think(self, x):\n        return x + self.ff(self.norm2(x))\n",
     ),
     "positions in a step that is too large": (
@@ -1036,7 +1036,7 @@ def test_an_edit_that_removes_a_part_with_several_deviations_is_not_a_repair(
     search = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False)
     assert search.run() is None
     assert search.fixed == ["no_mlp_bias", "relu"]
-    assert [finding.code for finding in search.left] == ["unexplained"]
+    assert [finding.code for finding in search.left] == ["extra_operation"]
     assert "x = self.think(x)" in search.texts[str(path)]
 
 

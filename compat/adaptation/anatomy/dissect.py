@@ -57,12 +57,12 @@ class UnknownPart(AdaptError):
         self,
         message: str,
         nodes: Sequence[Node],
-        code: str = "unexplained",
+        code: str = "unknown_part",
         values: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.nodes, self.code = list(nodes), code
-        self.values = dict(values or ({"found": message} if code == "unexplained" else {}))
+        self.values = {"found": message, **(values or {})}
 
 
 class NoHead(AdaptError):

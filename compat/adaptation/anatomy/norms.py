@@ -34,7 +34,7 @@ from compat.adaptation.tracing.graph import (
 _FIRST_BLOCK = re.compile(r"(?:\w+\.)*?\w*?(?<!\d)0\.")
 
 # What a norm does with the result of a reduction. A mean that is only added is not a norm.
-NORMALIZING = frozenset("sub rsub div mul group_norm native_group_norm".split())
+NORMALIZING = frozenset("sub rsub div mul".split())
 CONVOLUTIONS = frozenset("conv1d convolution conv2d".split())
 
 
@@ -173,7 +173,7 @@ def own_formula(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
 
 def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
     """Measure the formula on inputs of several magnitudes; None if no such formula fits."""
-    axis = len(size(norm.start)) - 1
+    axis = _channel_axis(graph, norm.start)
     run = own_formula(graph, norm)
     x = random_values(size(norm.start)) + 0.7
     if run(x).shape != x.shape:
@@ -199,10 +199,15 @@ def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
         if found is None:
             return None
         formula = NormFormula(centred, unbiased, *found)
-        if not torch.allclose(run(x), formula(x), rtol=1e-7, atol=1e-9):
-            return None
-        return formula
+        expected = formula(x.movedim(axis, -1)).movedim(-1, axis)
+        return formula if torch.allclose(run(x), expected, rtol=1e-7, atol=1e-9) else None
     return None
+
+
+def _channel_axis(graph: Graph, node: Node) -> int:
+    """Return the axis of the channels: the last one, or that before the time in (B, C, T)."""
+    shape, (B, T) = size(node), graph.shape
+    return len(shape) - 1 if shape[-1] != T or shape[:1] != (B,) else len(shape) - 2
 
 
 def _fit_eps(root: Callable[[float], Tensor], var: Tensor) -> tuple[float, bool] | None:

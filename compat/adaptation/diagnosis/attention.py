@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any
@@ -27,7 +27,7 @@ from compat.adaptation.diagnosis.attention_formula import (
 )
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes, causal, combine
-from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
+from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation, operations
 from compat.adaptation.diagnosis.shifts import shifted_ids, shifted_tokens
 from compat.adaptation.mapping.assignments import JOINS
 from compat.adaptation.mapping.by_calls import ROLES
@@ -213,6 +213,20 @@ class LayerAttention:
             return False
         known = (self.mask_value, self.added_mask, self.shift, self.pairwise)
         return not self.adds_relative_scores and all(each is None for each in known)
+
+    @cached_property
+    def changed_projections(self) -> list[Node]:
+        """The operations that change q, k or v between their projections and their products.
+
+        Activations are among them if the projections of positive numbers are not changed.
+        """
+        if not self.attention.indirect:
+            return [n for n in self.before if kind(n) in ACTIVATIONS]
+        if not self.is_unknown or self.is_softmaxed_twice or self.op.others:
+            return []
+        if self.is_transposed or self.first_nan is not None:
+            return []
+        return [n for n in self.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
 
     @cached_property
     def attends_to_later_tokens(self) -> bool:
@@ -485,7 +499,7 @@ def no_head_merge_transpose(layer: LayerAttention) -> Deviation | None:
     return layer.deviation(place or layer.scores_line, changes, tap="attn")
 
 
-@detects("unexplained")
+@detects("extra_operation")
 @each_layer
 def changed_heads(layer: LayerAttention) -> Deviation | None:
     if not layer.attention.changed_heads:
@@ -497,15 +511,10 @@ def changed_heads(layer: LayerAttention) -> Deviation | None:
     if view is None:
         return None
 
-    kinds = listed(list(dict.fromkeys(map(kind, nodes))))
-    found = (
-        f"the code computes {kinds} between the heads and their projection, but GPT-2 projects "
-        "the heads unchanged"
-    )
     lines = [graph.place(node) for node in nodes]
     changes = Changes(heads={layer.i: function_between(graph, start, view)})
-    deviation = layer.deviation(lines[0], changes, tap="attn", found=found, passed_on=True)
-    return replace(deviation, lines=lines)
+    values = operations(nodes, "the heads", "their projection")
+    return replace(layer.deviation(lines[0], changes, tap="attn", **values), lines=lines)
 
 
 @deviation(
@@ -629,73 +638,74 @@ def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation("embed", place, {"found": found}, evidence=SHIFTED)
 
 
-@detects("unexplained")
+@deviation(
+    "{found}, but GPT-2 computes them as the softmax of the masked and scaled scores q·kᵀ",
+    "weights = scores.masked_fill(mask, float('-inf')).softmax(dim=-1)",
+)
 @each_layer
-def unknown_attention(layer: LayerAttention) -> Deviation | None:
-    if not layer.is_unknown or layer.is_softmaxed_twice:
+def other_attention(layer: LayerAttention) -> Deviation | None:
+    if not layer.is_unknown or layer.is_softmaxed_twice or layer.changed_projections:
         return None
-    found, place = "attention is not a masked softmax of scaled scores", layer.scores_line
+    place = layer.graph.place(layer.op.product)
     lines = [place]
     if layer.op.others:
-        place = layer.graph.place(layer.op.product)
         scores = [*layer.op.others, *([layer.op.scores] if layer.op.scores else [])]
-        lines = [place, *map(layer.graph.place, scores)]
+        lines += map(layer.graph.place, scores)
         found = (
             f"the weights of the values are computed from {1 + len(layer.op.others)} products of "
-            "queries and keys, as in differential attention, but GPT-2 computes them from one"
+            "queries and keys, as in differential attention"
         )
-    elif (node := layer.first_nan) is not None:
-        place = layer.graph.place(node)
-        found = f"{kind(node)} computes NaN here, as in 0 · inf, so every logit is NaN"
-        return Deviation(f"h.{layer.i}.probs", place, {"found": found})
-    elif layer.is_transposed:
-        place = layer.graph.place(layer.op.product)
-        lines = [place]
-        found = "the attention weights are transposed before they are multiplied with v"
-    elif layer.attention.indirect:
-        found = "q, k or v of a token is not a projection of this token only"
-        changing = [n for n in layer.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
-        place = source.running(layer.graph, changing) or place
-        lines = [place]
-        if changing:
-            found = _between_projections_and_products(changing)
-    own = layer.attention.indirect
-    deviation = layer.deviation(place, layer.own_attention, found=found, passed_on=own)
-    return replace(deviation, lines=lines)
-
-
-@detects("unexplained")
-@each_layer
-def activated_projections(layer: LayerAttention) -> Deviation | None:
-    """Detect activations of q, k or v, which do not change projections of positive numbers."""
-    nodes = [n for n in layer.before if kind(n) in ACTIVATIONS]
-    if layer.attention.indirect or not nodes:
+    elif layer.first_nan is not None:
         return None
-    values = {"found": _between_projections_and_products(nodes)}
-    return Deviation(f"h.{layer.i}.q", source.running(layer.graph, nodes), values)
+    elif layer.is_transposed:
+        found = "the weights of the values are transposed before they are multiplied with v"
+    elif layer.attention.indirect:
+        found = "the weights of the values depend on further tokens than the query and its keys"
+    else:
+        found, lines = "the weights of the values have an unknown formula", [layer.scores_line]
+    return replace(layer.deviation(lines[0], layer.own_attention, found=found), lines=lines)
 
 
-def _between_projections_and_products(nodes: Sequence[Node]) -> str:
-    kinds = listed(list(dict.fromkeys(map(kind, nodes))))
-    return (
-        f"the code computes {kinds} between the projections of q, k and v and their products, but "
-        "GPT-2 computes nothing there"
+@deviation(
+    "{found} computes NaN here, as in 0 · inf, so every logit is NaN",
+    "scores = scores.masked_fill(mask, float('-inf'))",
+)
+@each_layer
+def nan_scores(layer: LayerAttention) -> Deviation | None:
+    if not layer.is_unknown or layer.is_softmaxed_twice or layer.op.others:
+        return None
+    if (node := layer.first_nan) is None:
+        return None
+    return Deviation(f"h.{layer.i}.probs", layer.graph.place(node), {"found": kind(node)})
+
+
+@detects("extra_operation")
+@each_layer
+def changed_projections(layer: LayerAttention) -> Deviation | None:
+    if not layer.changed_projections:
+        return None
+    place = source.running(layer.graph, layer.changed_projections)
+    values = operations(
+        layer.changed_projections, "the projections of q, k and v", "their products"
     )
+    if layer.attention.indirect:
+        return layer.deviation(place, layer.own_attention, **values)
+    return Deviation(f"h.{layer.i}.q", place, values)
 
 
-@detects("unexplained")
+@detects("extra_operation")
 @each_layer
 def added_term(layer: LayerAttention) -> Deviation | None:
-    if not layer.added_terms or not layer.is_normalized:  # then unknown_attention reports it
+    if not layer.added_terms or not layer.is_normalized:  # then changed_projections reports it
         return None
     names = list(layer.added_terms)
-    found = (
+    message = (
         f"a tensor is added to the {'projection' if len(names) == 1 else 'projections'} of "
         f"{listed(names)}, such as an embedding of the ids, but GPT-2 adds none"
     )
     lines = [layer.graph.place(node) for node in layer.added_terms.values()]
-    change = layer.own_attention
-    return replace(layer.deviation(lines[0], change, found=found, passed_on=True), lines=lines)
+    found = layer.deviation(lines[0], layer.own_attention, passed_on=True)
+    return replace(found, lines=lines, message=message)
 
 
 @deviation(

@@ -23,7 +23,7 @@ from compat.adaptation.diagnosis.activations import (
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes, combine
 from compat.adaptation.diagnosis.norms import PRE_NORM, branch_line
-from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
+from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation, operations
 from compat.adaptation.diagnosis.shifts import shifted_tokens
 from compat.adaptation.mapping.linear_maps import function_between, token_view
 from compat.adaptation.tracing.contractions import SDPA, contraction
@@ -213,12 +213,13 @@ def projected_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation("embed", place, values, message=message)
 
 
-@detects("unexplained")
+@deviation(
+    "each block runs its MLP before attention, but GPT-2's blocks run attention first", PRE_NORM
+)
 def mlp_before_attention(context: DiagnosisContext) -> Iterator[Deviation]:
     if _mlp_first(context):
-        found = "each block runs its MLP before attention, but GPT-2's blocks run attention first"
         place = next(iter(context.graph.places(context.anatomy.leading[0])), None)
-        yield Deviation("h.0.ln_1", place, {"found": found})
+        yield Deviation("h.0.ln_1", place)
 
 
 def _mlp_first(context: DiagnosisContext) -> bool:
@@ -502,7 +503,11 @@ def _factor(context: DiagnosisContext, start: Node, end: Node) -> float | None:
     return factor if same and abs(factor - 1) > 1e-9 else None
 
 
-@detects("unexplained")
+@deviation(
+    "the code computes {found} between {after} and {before}, but GPT-2 computes nothing there",
+    "Remove this operation.",
+    code="extra_operation",
+)
 def changed_stream(context: DiagnosisContext) -> Iterator[Deviation]:
     """Detect operations between two parts of GPT-2, except norms, in all layers at once."""
     found: dict[str, list[Deviation]] = {}
@@ -510,7 +515,7 @@ def changed_stream(context: DiagnosisContext) -> Iterator[Deviation]:
         if (each := _operations(context, start, end, after, before)) is not None:
             each.tap = tap
             kind_of_place = before if "projection" in before else "stream"
-            found.setdefault(f"{each.values['computed']} {kind_of_place}", []).append(each)
+            found.setdefault(f"{each.values['found']} {kind_of_place}", []).append(each)
     for same in found.values():
         changes = combine(each.changes for each in same if each.changes is not None)
         lines = [line for each in same for line in each.lines]
@@ -567,10 +572,7 @@ def _operations(
     if source_view is None or view is None:
         return None
 
-    kinds = listed(list(dict.fromkeys(map(kind, nodes))))
-    found = f"the code computes {kinds} between {after} and {before}, but GPT-2 computes nothing"
     lines = [graph.place(node) for node in nodes]
     lines += [line for each in lines if each for line in source.callers(graph, each)][:4]
     changes = Changes(stream={after: function_between(graph, source_view, view)})
-    values = {"found": f"{found} there", "passed_on": True, "computed": kinds}
-    return Deviation(None, lines[0], values, changes, lines=lines)
+    return Deviation(None, lines[0], operations(nodes, after, before), changes, lines=lines)

@@ -9,7 +9,7 @@ from torch.fx import Node
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
-from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
+from compat.adaptation.diagnosis.registry import Deviation, detects, deviation, operations
 from compat.adaptation.diagnosis.shifts import shifted_ids
 from compat.adaptation.mapping.assignments import EmbeddingFormula
 from compat.adaptation.tracing.contractions import contraction
@@ -23,7 +23,6 @@ from compat.adaptation.tracing.graph import (
     tensor_inputs,
 )
 from compat.adaptation.tracing.rewrites import CUTS, POOLS
-from compat.errors import listed
 from compat.ops import Rows
 
 # Operations that make positions.
@@ -197,31 +196,38 @@ def _by_batch(context: DiagnosisContext, found: EmbeddingFormula) -> Deviation:
     return Deviation("embed", _sum_line(context), {}, changes, message=message)
 
 
-@detects("unexplained")
-def unknown_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
-    graph, embed = context.graph, context.anatomy.embed
+@deviation(
+    "the token embedding and the position embedding are {found}, but GPT-2 adds them",
+    "x = wte(ids) + wpe(torch.arange(T))",
+)
+def other_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
+    graph = context.graph
     if joined := joined_positions(context):
         how = {"cat": "concatenated", "mul": "multiplied"}[kind(joined[0])]
-        found = f"token embedding and position embedding are {how}, but GPT-2 adds them"
-        yield Deviation("embed", source.running(graph, joined), {"found": found})
-        return
+        yield Deviation("embed", source.running(graph, joined), {"found": how})
+    # A token table of another width is reported as such.
+    elif not _added_operations(context) and _is_no_sum(context):
+        drawn = any(kind(node) in DRAWS for node in _path(context))
+        if drawn or shifted_ids(graph, context.anatomy.embed):
+            return  # these have codes of their own
+        if "wte.weight" in context.mapping.by_tensor:
+            values = {"found": "combined by a formula that is unknown to compat"}
+            yield Deviation("embed", _sum_line(context), values)
+
+
+@detects("extra_operation")
+def changed_tokens(context: DiagnosisContext) -> Iterator[Deviation]:
+    if (nodes := _added_operations(context)) and not joined_positions(context):
+        place = source.running(context.graph, nodes)
+        values = operations(nodes, "the token embedding", "its sum with the positions")
+        yield Deviation("embed", place, values)
+
+
+def _added_operations(context: DiagnosisContext) -> list[Node]:
+    """Return the operations on the tokens alone that no other code names."""
     inner = context.on_tokens_alone
     known = "wte" in context.places.extra or any(contraction(n) is not None for n in inner)
-    if inner and not known:  # extra_ln, or extra_projection
-        kinds = listed(list(dict.fromkeys(map(kind, inner))))
-        found = (
-            f"the code computes {kinds} between the token embedding and its sum with the "
-            "positions, but GPT-2 computes nothing there"
-        )
-        yield Deviation("embed", source.running(graph, inner), {"found": found})
-        return
-    # A token table of another width is reported as such.
-    if _is_no_sum(context) and "wte.weight" in context.mapping.by_tensor:
-        drawn = any(kind(node) in DRAWS for node in _path(context))
-        if drawn or shifted_ids(graph, embed):
-            return  # these have codes of their own
-        found = "the embedding is not the sum of a token embedding and a position embedding"
-        yield Deviation("embed", _sum_line(context), {"found": found})
+    return [] if known else inner  # extra_ln, or extra_projection
 
 
 def _is_no_sum(context: DiagnosisContext) -> bool:
@@ -321,15 +327,15 @@ def last_position_only(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(None, source.matching(context.model, r"\[:, *\[? *-1|\[:, *-1 *:"))
 
 
-@detects("unexplained")
+@deviation(
+    "the logits are computed from the {found} over all positions, as in a classifier, but GPT-2 "
+    "computes logits for each position from its own hidden state",
+    "return head(ln_f(x))",
+)
 def pooled_positions(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.last_only is not None and (pool := kind(context.last_only)) in POOLS:
-        found = (
-            f"the logits are computed from the {POOLS[pool]} over all positions, as in a "
-            "classifier, but GPT-2 computes logits for each position from its own hidden state"
-        )
         place = source.running(context.graph, [context.last_only])
-        yield Deviation("ln_f", place, {"found": found})
+        yield Deviation("ln_f", place, {"found": POOLS[pool]})
 
 
 @deviation(

@@ -176,6 +176,12 @@ CODES.update(
         "nn.MultiheadAttention does for tensors (B, T, C) unless batch_first=True",
         "nn.MultiheadAttention(..., batch_first=True)",
     ),
+    extra_tokens=Code(
+        "breaks",
+        "other vectors are joined with the embeddings of the ids, so attention reads {found} "
+        "vectors for {expected} ids, but GPT-2 reads nothing but the embeddings of the ids",
+        "x = wte(ids) + wpe(torch.arange(T))",
+    ),
     mixed_types=Code(
         "limit",
         "the parameters have several data types, {found}, so compat converted all of them to the "

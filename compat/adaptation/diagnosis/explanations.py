@@ -224,6 +224,25 @@ EXPLANATIONS = {
     "wrong_gradient": "The logits are GPT-2's, but autograd computes other gradients. "
     "Fine-tuning would not update some parameters, or update them in a wrong direction, and the "
     "loss may decrease nevertheless.",
+    "extra_operation": "GPT-2's weights were trained without this operation. Every part after it "
+    "reads values that it has not seen in training.",
+    "other_norm": "A BatchNorm uses statistics of the training data, an InstanceNorm those of each "
+    "channel over the tokens, and a GroupNorm those of several tokens. GPT-2's weights expect "
+    "channels with mean 0 and variance 1 in each token.",
+    "other_attention": "GPT-2's queries and keys were trained for a softmax over the visible keys. "
+    "With other weights of the values, every head computes another average.",
+    "nan_scores": "NaN spreads through every later operation. 0 · inf is NaN, so a mask is not "
+    "multiplied with inf.",
+    "mlp_before_attention": "The order of the branches is not visible in any shape. Each branch of "
+    "GPT-2 was trained on the residual stream to which the other one was added before.",
+    "other_embedding": "The first block was trained on the sum of both vectors.",
+    "extra_tokens": "Attention, positions and the mask then count other vectors than the ids. "
+    "GPT-2 has no weights for them.",
+    "pooled_positions": "GPT-2 predicts the next token at every position. One vector for all "
+    "positions depends on later tokens, and has lost which of them was the last.",
+    "other_shape": "A tensor is loaded only into a parameter with as many rows and columns.",
+    "unknown_part": "compat recognises the parts of a GPT-2 by how values are computed from one "
+    "another. The weights of a part that it does not recognise are not loaded.",
     "unexplained": "The numbers differ, and none of the known deviations explains it.",
 }
 

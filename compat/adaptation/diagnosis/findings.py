@@ -32,6 +32,9 @@ from compat.tap import tap_names
 from compat.user_code import exception_summary, users_frames
 from compat.user_models.eval_mode import eval_mode
 
+# Deviations whose formula is not known, which may compute the same as GPT-2's.
+UNKNOWN_FORMULAS = {"extra_operation", "other_attention", "other_norm"}
+
 
 def finding(deviation: Deviation, severity: Severity, evidence: str) -> Finding:
     code = CODES[deviation.code]
@@ -123,10 +126,10 @@ def to_findings(
     changes = sum(deviation.changes is not None for deviation in found)
     for deviation, alone in zip(found, counterfactual.alone, strict=True):
         changed = deviation.changes is not None
-        if deviation.code == "unexplained" and changed and alone < 1e-12:
-            continue  # an unknown formula that computes the same
+        if deviation.code in UNKNOWN_FORMULAS and changed and alone < 1e-12:
+            continue  # it computes the same
         severity = deviation.severity or CODES[deviation.code].severity
-        can_drift = changed and deviation.code not in ("unexplained", "softmax_output")
+        can_drift = changed and deviation.code not in (*UNKNOWN_FORMULAS, "softmax_output")
         if severity == "breaks" and can_drift and alone <= 2 * own_error:
             severity = "drifts"
         evidence = _evidence(deviation, severity, alone, counterfactual, changes)

@@ -18,10 +18,11 @@ from compat.adaptation.anatomy.norms import (
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
-from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
+from compat.adaptation.diagnosis.registry import Deviation, deviation
 from compat.adaptation.mapping.linear_maps import function_between, token_view
 from compat.adaptation.tracing.graph import (
     NORM_KERNELS,
+    OTHER_NORMS,
     REDUCTIONS,
     Graph,
     Place,
@@ -67,10 +68,19 @@ def norms_where(
         found.lines = [*found.lines, place, *source.calls(context.graph, live, place)]
         assert found.changes is not None
         if formula is None:
-            found.changes.norm_formula[name] = own_formula(context.graph, norm)
+            found.changes.norm_formula |= _own_formula(context.graph, name, norm)
         else:
             found.changes.norm_fields |= {(name, f): getattr(formula, f) for f in fields}
     yield from seen.values()
+
+
+def _own_formula(graph: Graph, name: str, norm: Norm) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return a norm's name and its formula without parameters, (B, T, C) → (B, T, C)."""
+    start, end = token_view(graph, norm.start), token_view(graph, norm.end)
+    if start is None or end is None:
+        return {}
+    run = own_formula(graph, norm)
+    return {name: lambda x: end.read([run(*start.write(x))])}
 
 
 def _line(context: DiagnosisContext, nodes: list[Node], kinds: tuple[str, ...]) -> Place | None:
@@ -179,12 +189,20 @@ def _axes(graph: Graph, norm: Norm) -> list[str]:
     return [] if {*found} <= {last} else sorted({*found})
 
 
-@detects("unexplained")
-def unknown_norm(context: DiagnosisContext) -> Iterator[Deviation]:
-    values = {"found": "the norm's formula is unknown to compat, but GPT-2 uses LayerNorm"}
+@deviation(
+    "the norm {found}, but GPT-2 uses LayerNorm, which normalizes the channels of each token",
+    "nn.LayerNorm({n_embd}, eps={expected:g})",
+)
+def other_norm(context: DiagnosisContext) -> Iterator[Deviation]:
+    config = context.config
 
     def differs(formula: NormFormula | None, norm: Norm) -> dict[str, Any] | None:
-        return values if formula is None and not _axes(context.graph, norm) else None
+        if formula is not None or _axes(context.graph, norm):
+            return None
+        kinds = map(kind, context.graph.between([norm.end], [norm.start]))
+        name = next((OTHER_NORMS[each] for each in kinds if each in OTHER_NORMS), "")
+        found = f"is a {name}".replace("a I", "an I") if name else "has an unknown formula"
+        return {"found": found, "n_embd": config.n_embd, "expected": config.layer_norm_epsilon}
 
     return norms_where(context, differs)
 

@@ -238,8 +238,11 @@ def _computes_gate(context: DiagnosisContext, hf: str) -> bool:
     return layer.is_gated and layer.gate is None
 
 
-@detects("unexplained")
-def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
+@deviation(
+    "{tensors} cannot be loaded, because the parameter has shape {found} and not {expected}",
+    "Create the parameter with shape {expected}.",
+)
+def other_shape(context: DiagnosisContext) -> Iterator[Deviation]:
     """Detect shapes that differ although width, inner width and number of heads agree."""
     inner, shapes = _inner_width(context), context.unmatched.shapes
     others = [hf for hf in shapes if inner is None or ".mlp." not in hf]
@@ -251,7 +254,6 @@ def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
     if others and context.anatomy.width == context.config.n_embd:
         own, expected = shapes[others[0]]
         tensors = listed(collapse_layers(others))
-        found = f"{tensors} cannot be loaded, because the parameter has shape {own} and not "
         lines = []
         for hf in others:
             norm = context.places.named.get(hf.rpartition(".")[0])
@@ -261,7 +263,8 @@ def other_shapes(context: DiagnosisContext) -> Iterator[Deviation]:
                 node = norm.scale if hf.endswith(".weight") else norm.shift
                 name = context.graph.names.get(node) if node is not None else None
                 lines += [source.built(context.model, name)] if name else []
-        yield Deviation(None, None, {"found": f"{found}{expected}"}, lines=lines)
+        values = {"tensors": tensors, "found": own, "expected": expected}
+        yield Deviation(None, None, values, lines=lines)
 
 
 def _unknown(code: str) -> Detector:
@@ -290,8 +293,10 @@ def _unknown(code: str) -> Detector:
     return detect
 
 
-for _code in ("unexplained", "shared_parameters"):
-    detects(_code)(_unknown(_code))
+detects("shared_parameters")(_unknown("shared_parameters"))
+deviation("{found}", "Rewrite this part as GPT-2 computes it.", code="unknown_part")(
+    _unknown("unknown_part")
+)
 deviation(
     "q, k or v is projected twice{like}, but GPT-2 projects each of them once",
     "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.fx import Node
+
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.result import Severity
-from compat.adaptation.tracing.graph import Place
+from compat.adaptation.tracing.graph import Place, kind
 from compat.errors import listed
 
 
@@ -46,6 +48,12 @@ class Deviation:
     lines: Sequence[Place | None] = ()
     layers: Sequence[int] = ()
     message: str = ""
+
+
+def operations(nodes: Sequence[Node], after: str, before: str) -> dict[str, Any]:
+    """Return the values of an `extra_operation`, which GPT-2 does not have between two parts."""
+    computed = listed(list(dict.fromkeys(map(kind, nodes))))
+    return {"found": computed, "after": after, "before": before, "passed_on": True}
 
 
 Detector = Callable[[DiagnosisContext], Iterable[Deviation]]

@@ -15,7 +15,7 @@ from compat.adaptation.diagnosis.activations import (
     canonical_activation,
 )
 from compat.adaptation.diagnosis.blocks import tanh_gelu
-from compat.adaptation.diagnosis.findings import finding, unexplained
+from compat.adaptation.diagnosis.findings import finding
 from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.result import Finding
 from compat.adaptation.tracing.graph import DRAWS, RMS_NORMS, Graph, Place, kind, size
@@ -43,11 +43,9 @@ def survey(
     by_name = {node.name: node for node in graph.nodes}  # of another graph of the same model
     part = [by_name[node.name] for node in unknown.nodes if node.name in by_name]
     place = source.running(graph, part)
-    first = unexplained(None, place, str(unknown), "")
-    if unknown.code != "unexplained":
-        place = (unknown.code == "batch_first" and source.torch_built(model, part)) or place
-        values = {"n_embd": config.n_embd, **unknown.values}
-        first = finding(Deviation(None, place, values, code=unknown.code), "breaks", EVIDENCE)
+    place = (unknown.code == "batch_first" and source.torch_built(model, part)) or place
+    values = {"n_embd": config.n_embd, **unknown.values}
+    first = finding(Deviation(None, place, values, code=unknown.code), "breaks", EVIDENCE)
     if attention:
         lost = Deviation(None, attention[0], code="unused_attention", lines=attention)
         first = finding(lost, "breaks", "observed while the model ran")

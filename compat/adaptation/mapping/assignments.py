@@ -217,9 +217,10 @@ def _attention(anatomy: Anatomy, layer: Layer, i: int) -> Attention:
     joined = _joined_tokens(anatomy, layer)
     if joined is not None:
         raise UnknownPart(
-            f"{size(joined)[1] - T} vectors are put beside the {T} tokens{graph.at(joined)}, as in "
-            "prompt tuning, but GPT-2 reads nothing but the embeddings of the ids",
+            f"other vectors are joined with the tokens{graph.at(joined)}",
             [joined],
+            "extra_tokens",
+            {"found": size(joined)[1], "expected": T},
         )
     if size(attention_ops[0].q.node)[attention_ops[0].q.time] == B != T:
         raise BatchFirst(

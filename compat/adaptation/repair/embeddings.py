@@ -483,7 +483,7 @@ def removed_factor(site: Site) -> Iterator[Edits]:
                 yield [*only(source, product, tensor), *of_factor]
 
 
-@fixes("unexplained")
+@fixes("extra_operation")
 def without_assignment(site: Site) -> Iterator[Edits]:
     """Remove the statements that change a tensor that GPT-2 passes on."""
     if site.finding.values.get("passed_on"):

@@ -284,7 +284,7 @@ def module_mask(site: Site) -> Iterator[Edits]:
         yield [source.insert_before(statement, *lines), source.set_keyword(call, keyword, keyword)]
 
 
-@fixes("unexplained", "no_mask")
+@fixes("other_attention", "nan_scores", "no_mask")
 def infinite_mask(site: Site) -> Iterator[Edits]:
     """Set masked scores to -inf, where they are set to, or combined with, another number."""
     source, function = site.source, site.function

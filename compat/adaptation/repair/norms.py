@@ -405,7 +405,7 @@ def _mean_like(source: Source, square: ast.expr, x: str) -> str:
     return f"{x}.mean(-1, keepdim=True)"
 
 
-@fixes("rmsnorm", "unexplained")
+@fixes("rmsnorm", "other_norm")
 def module_of_torch(site: Site) -> Iterator[Edits]:
     """Replace a hand-written norm by nn.LayerNorm."""
     yield from _module_of_torch(site, named_rms=False)

@@ -51,13 +51,19 @@ SHAPE_ONLY = frozenset(
 
 # Norms, and the other operations that norms are written with.
 RMS_NORMS = frozenset({"rms_norm", "_fused_rms_norm"})
-NORM_KERNELS = RMS_NORMS | {"layer_norm", "native_layer_norm"}
+# Kernels of norms that are not over the channels of each token, and their names.
+OTHER_NORMS = {
+    "batch_norm": "BatchNorm",
+    "_native_batch_norm_legit_no_training": "BatchNorm",
+    "instance_norm": "InstanceNorm",
+    "group_norm": "GroupNorm",
+    "native_group_norm": "GroupNorm",
+}
+NORM_KERNELS = RMS_NORMS | OTHER_NORMS.keys() | {"layer_norm", "native_layer_norm"}
 
 REDUCTIONS = NORM_KERNELS | frozenset(
-    """
-    mean var std var_mean std_mean sum norm linalg_vector_norm linalg_norm linalg_matrix_norm
-    group_norm native_group_norm
-    """.split()
+    "mean var std var_mean std_mean sum norm linalg_vector_norm linalg_norm "
+    "linalg_matrix_norm".split()
 )
 
 # Operations that can move values from one position to another.
