@@ -93,6 +93,20 @@ class OtherGPT(nn.Module):
     assert refused.code == 3 and not refused.out
 
 
+def test_the_base_of_a_model_is_used_if_the_model_is_refused(cli: Cli, tiny: Path) -> None:
+    last = """
+
+class TrainedGPT(MyGPT):
+    def forward(self, ids, labels):
+        return nn.functional.cross_entropy(super().forward(ids), labels)
+"""
+    Path("trained.py").write_text(GPT + last)
+    done = cli("adapt", "trained.py", "--model", tiny)
+    assert done.code == 0 and done.out.startswith("✓ mapped 40 of 40 tensors")
+    [note] = [line for line in _notes(done.err) if "was examined" in line]
+    assert note.startswith("note: trained.py:MyGPT was examined, because TrainedGPT was refused: ")
+
+
 def test_a_notebook_is_adapted(cli: Cli, tiny: Path) -> None:
     """Only the code of the model is executed, and the line number is the one in its cell."""
     done = cli("adapt", "notebook.ipynb:MyGPT", "--model", tiny)

@@ -14,6 +14,7 @@ If stages 1 to 3 fail, `_map_otherwise` and `_judge_by_calls` try other ways to 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -76,10 +77,11 @@ from compat.adaptation.tracing.calling import (
     method_calls,
 )
 from compat.adaptation.tracing.flex_attention import plain_flex_attention
-from compat.adaptation.tracing.graph import Graph, size
+from compat.adaptation.tracing.graph import Graph, kind, size
 from compat.adaptation.tracing.plain_lists import registered
 from compat.adaptation.tracing.record import Untraceable, to_graph
 from compat.adaptation.tracing.rewrites import (
+    SOFTMAXES,
     add_biases_to_projections,
     drop_low_rank_terms,
     drop_zero_terms,
@@ -434,7 +436,7 @@ def _judge(run: _Run, mapped: _Mapped) -> Adaptation:
         last_only=mapped.last_only,
         with_targets=signature is not None and signature.targets,
         input_shape=signature.input_shape if signature is not None else "",
-        flat_logits=signature is not None and signature.returns_flat_logits(model, run.ids),
+        output_shape="" if signature is None else signature.output_shape(model, run.ids),
         mask=signature.mask if signature is not None else "",
         fixed_length=None if length_error is None else run.ids.shape[1],
         length_error=length_error,
@@ -616,9 +618,9 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
 
 def _survey(run: _Run, error: UnknownPart) -> Adaptation:
     """Report the deviations that the graph shows, without a map. The model keeps its weights."""
-    has_none = error.code == NO_ATTENTION
-    attention = attention_at(run.model, run.call, run.ids) if has_none else []
     graph = to_graph(run.model, run.call, run.ids)
+    unused = error.code == NO_ATTENTION and not any(kind(n) in SOFTMAXES for n in graph.live)
+    attention = attention_at(run.model, run.call, run.ids) if unused else []
     findings = survey(graph, run.model, run.config, error, attention)
     tied = {HEAD} if run.config.tie_word_embeddings else set()
     names = [name for name in run.checkpoint.infos if name not in tied]
@@ -686,7 +688,8 @@ def _signature(
 ) -> tuple[CallSignature, Tensor]:
     """Return how to call the model, and on which ids.
 
-    If these ids fail, the model is called on full length, on ids below 16 that every table has, on
+    If these ids fail, the model is called on full length, on a length that the error names, on ids
+    below 16 that every table has, on
     32-bit ids, on ids that are floating-point numbers, on one-hot vectors, on one sequence without
     the axis of the batch, and on the numbers of sequences that it may expect, also of full length.
 
@@ -695,7 +698,7 @@ def _signature(
     """
     try:
         return find_signature(model, ids), ids
-    except AdaptError:
+    except AdaptError as error:
         config = checkpoint.config
         if takes_hidden_states(model, config):
             raise AdaptError(
@@ -711,6 +714,12 @@ def _signature(
         others: list[tuple[Tensor, int | None, Convert | None]]
         tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
         others = [(full_length, None, None), (ids % min([16, *tables]), None, None)]
+        mismatches = re.findall(r"size of tensor \w \((\d+)\)|\bsize (\d+)\b", str(error))
+        lengths = dict.fromkeys(int(number) for pair in mismatches for number in pair if number)
+        others += [
+            (random_ids(checkpoint, 0, 2, length), None, None) for length in lengths
+            if length < config.n_positions and length not in _sizes(config)
+        ]  # fmt: skip
         others += [(ids, None, convert) for convert in (Tensor.int, Tensor.float, one_hot)]
         others += [(ids, 0, None), (full_length, 0, None)]
         for rows in batch_sizes(model):
@@ -724,9 +733,9 @@ def _signature(
 
 
 def _length_error(run: _Run) -> Exception | None:
-    """Return what a model that is called on full length raises for a shorter sequence, or None."""
+    """Return what a model that does not accept the usual length raises for one id less, or None."""
     T = run.ids.shape[1]
-    if T == run.config.n_positions and T > 1:
+    if T != _example_length(run.config) and T > 1:
         try:
             with eval_mode(run.model):
                 run.call(run.model, run.ids[:, : T - 1])
@@ -780,12 +789,17 @@ def _longer_ids(run: _Run, reference: Reference) -> Tensor | None:
     return None
 
 
-def _example_length(config: GPT2Config, least: int = 0) -> int:
-    """Return a length that no other axis of the model has, so that it identifies the axis."""
-    sizes = {
-        2, config.n_head, config.n_embd, config.d_head, config.d_inner, config.vocab_size,
+def _sizes(config: GPT2Config) -> set[int]:
+    """Return the lengths of axes that are not those of the positions."""
+    return {
+        1, 2, config.n_head, config.n_embd, config.d_head, config.d_inner, config.vocab_size,
         config.n_layer, 3, 3 * config.n_embd, 3 * config.d_head, 2 * config.n_head,
     }  # fmt: skip
+
+
+def _example_length(config: GPT2Config, least: int = 0) -> int:
+    """Return a length that no other axis of the model has, so that it identifies the axis."""
+    sizes = _sizes(config)
     for length in range(least, config.n_positions) if least else (13, 11, 17, 19, 7, 5, 23):
         if length not in sizes and length <= config.n_positions:
             return length

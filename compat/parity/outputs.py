@@ -39,6 +39,7 @@ def find_logits(
     squeezed = [_without_extra_axes(t, B, T) for t in floats]
     every_position = [t for t in squeezed if t.ndim == 3 and t.shape[:2] == (B, T)]
     every_position += [t.view(B, T, -1) for t in floats if t.ndim == 2 and len(t) == B * T]
+    every_position = every_position or [t.mT for t in floats if _has_time_last(t, B, T)]
 
     def likelihood(tensor: Tensor) -> tuple[bool, int]:
         width = tensor.shape[-1]
@@ -54,12 +55,20 @@ def find_logits(
     )
 
 
-def has_flat_logits(output: Any, ids: Tensor) -> bool:
-    """Return whether logits are in what a model returned as (B·T, V) only."""
+def other_shape(output: Any, ids: Tensor) -> str:
+    """Return the shape of the logits in what a model returned, if it is not (B, T, V)."""
     B, T = ids.shape
-    shapes = [tensor.shape for tensor in _tensors(output) if tensor.is_floating_point()]
-    whole = [shape for shape in shapes if len(shape) > 2 and {B, T} <= {*shape[:-1]}]
-    return not whole and any(len(shape) == 2 and shape[0] == B * T for shape in shapes)
+    tensors = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
+    if any(t.ndim > 2 and {B, T} <= {*t.shape[:-1]} for t in tensors):
+        return ""
+    if any(t.ndim == 2 and len(t) == B * T for t in tensors):
+        return "(B·T, V)"
+    return "(B, V, T)" if any(_has_time_last(t, B, T) for t in tensors) else ""
+
+
+def _has_time_last(tensor: Tensor, B: int, T: int) -> bool:
+    """Return whether a tensor may hold logits (B, V, T), as `F.cross_entropy` expects them."""
+    return tensor.ndim == 3 and tensor.shape[0] == B and tensor.shape[2] == T != tensor.shape[1]
 
 
 def _without_extra_axes(tensor: Tensor, B: int, T: int) -> Tensor:

@@ -779,9 +779,21 @@ def _parameters(target: Callable[..., Any]) -> dict[str, Parameter]:
                         more = _parameters(inner).items()
                         found = {n: p for n, p in more if n not in passed} | found
                 found.setdefault(parameter.name, parameter)
-            if not any(p.kind is p.VAR_KEYWORD for p in own):
+            if not any(p.kind is p.VAR_KEYWORD and _passes_on(base, p.name) for p in own):
                 break
     return found
+
+
+def _passes_on(cls: type, keywords: str) -> bool:
+    """Return whether a constructor passes its `**keywords` on, as far as its source is known."""
+    try:
+        source = inspect.getsource(vars(cls)["__init__"])
+    except (OSError, TypeError):
+        return True
+    return (
+        source.count(f"**{keywords}") > 1
+        or re.search(rf"(?<!\*)\b{keywords}\b", source) is not None
+    )
 
 
 def _arguments(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from compat.user_models.time_limit import limited_time
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Model = Callable[..., nn.Module]  # a class, or a function that returns a model
+Found = TypeVar("Found")
 
 _numbers = itertools.count(1)
 _SLOW: set[str] = set()  # files that did not end in time, and are not executed as a whole again
@@ -59,7 +60,7 @@ PARTS = (
 )
 RECURRENT = re.compile(r"nn\.(LSTM|GRU|RNN)(Cell)?\(")
 OTHER_MODELS = re.compile(
-    "Classif|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un|Similarity|Entail"
+    "Classif|Pooled|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un|Similarity|Entail"
     "|Choice|Tagg|Question|Sentiment"
 )
 INIT = "__init__"
@@ -112,11 +113,16 @@ def other_targets(target: str, chosen: str) -> list[str]:
     path = Path(place).expanduser().absolute()
     if name is not None or path.suffix not in (".py", ".ipynb"):
         return []
-    lazy = LazyModule("others", path)
-    body = [statement.node for statement in lazy.statements]
-    every, classes = _unused(_model_classes(lazy.module, body), body)
-    whole = [n for n in every if _features(n, classes, FEATURES) == len(FEATURES) and n != chosen]
-    return [f"{place}:{name}" for name in reversed(whole)]
+
+    def others(module: ModuleType, body: Sequence[ast.stmt]) -> list[str]:
+        every, classes = _unused(_model_classes(module, body), body)
+        bases = [ast.unparse(base) for base in getattr(classes.get(chosen), "bases", [])]
+        found = [*reversed(every), *(base for base in bases if base in classes)]
+        return [n for n in found if _features(n, classes, FEATURES) == len(FEATURES)]
+
+    with contextlib.suppress(AdaptError):
+        return [f"{place}:{name}" for name in _from_file(path, others) if name != chosen]
+    return []
 
 
 def load_forward(text: str) -> Forward:
@@ -179,8 +185,8 @@ def _check_file(path: Path, place: str) -> None:
 # Importing.
 
 
-def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
-    """Import a file as a new module and choose the function or class."""
+def _from_file(path: Path, choose: Callable[[ModuleType, Sequence[ast.stmt]], Found]) -> Found:
+    """Import a file as a new module, and return what `choose` finds in it, such as a class."""
     stem = re.sub(r"\W", "_", f"_{path.stem}" if path.stem[:1].isdigit() else path.stem)
     unique = f"{stem}_{next(_numbers)}"
     tree = python_tree(path) if path.suffix == ".py" else ast.Module(body=[], type_ignores=[])
@@ -196,7 +202,7 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
     folders = [path.parent, root]
     deferred = _DeferredFinder()
 
-    def execute(lazily: bool, folders: list[Path] = folders) -> Model:
+    def execute(lazily: bool, folders: list[Path] = folders) -> Found:
         while True:
             try:
                 return execute_once(lazily, folders)
@@ -204,7 +210,7 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
                 if not deferred.defers(error, path):
                     raise
 
-    def execute_once(lazily: bool, folders: list[Path]) -> Model:
+    def execute_once(lazily: bool, folders: list[Path]) -> Found:
         if lazily:
             lazy = LazyModule(".".join([*parts, unique]), path)
             lazy.module.__package__ = ".".join(parts)
@@ -217,10 +223,10 @@ def _from_file(path: Path, choose: Callable[..., Model]) -> Model:
                 exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
             return choose(module, tree.body)
 
-    def lazily() -> Model:
+    def lazily() -> Found:
         return despite_missing_libraries(lambda: execute(lazily=True))
 
-    def in_package() -> Model:
+    def in_package() -> Found:
         """Import the file as other modules would: under its own name, after its package.
 
         These modules may form an import cycle, or a subpackage may have the name of a library.
@@ -579,16 +585,24 @@ def _builder(
 
 
 def _sequential(classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]) -> str | None:
-    """Return the function with sizes that returns an nn.Sequential, if no class is a model."""
-    if any(_features(name, classes, FEATURES) == len(FEATURES) for name in classes):
-        return None
+    """Return the function with sizes that builds an nn.Sequential of all models in the file.
+
+    They are its parts, such as a block with rotary embeddings; a file may have none.
+    """
+    models = {name for name in classes if _features(name, classes, FEATURES) == len(FEATURES)}
     for node in body:
-        if isinstance(node, ast.FunctionDef) and takes_sizes([a.arg for a in node.args.args]):
-            returned = [ast.unparse(n.value) for n in ast.walk(node)
-                        if isinstance(n, ast.Return) and n.value]  # fmt: skip
-            if any(re.match(r"(torch\.)?(nn\.)?Sequential\(", text) for text in returned):
+        if isinstance(node, ast.FunctionDef) and takes_sizes(_argument_names(node)):
+            text = ast.unparse(node)
+            built = re.search(
+                r"return (torch\.)?(nn\.)?Sequential\(|Sequential\(\s*(nn\.)?Embedding\(", text
+            )
+            if built and models <= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}:
                 return node.name
     return None
+
+
+def _argument_names(function: ast.FunctionDef) -> list[str]:
+    return [arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)]
 
 
 def _is_module(annotation: ast.expr, classes: dict[str, ast.ClassDef], module: ModuleType) -> bool:

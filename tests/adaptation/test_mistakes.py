@@ -496,8 +496,117 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
     ),
     "no query projection": (
         [("queries = self.W_query(x)", "queries = x")],
-        "unknown_part",
+        "no_qkv_projection",
         "queries =",
+    ),
+    "no key projection": (
+        [("keys = self.W_key(x)", "keys = x")],
+        "no_qkv_projection",
+        "keys =",
+    ),
+    "no value projection, and fewer biases": (
+        [
+            ("values = self.W_value(x)", "values = x"),
+            ("self.W_key = nn.Linear(dim, dim)", "self.W_key = nn.Linear(dim, dim, bias=False)"),
+        ],
+        "no_qkv_projection",
+        "values =",
+    ),
+    "queries that are clamped": (
+        [
+            (
+                "        scores = queries @",
+                "        queries = queries.clamp(-0.1, 0.1)\n        scores = queries @",
+            )
+        ],
+        "extra_operation",
+        "queries = queries.clamp(-0.1, 0.1)",
+    ),
+    "a norm before the activation": (
+        [
+            (
+                "        self.down = nn",
+                "        self.norm = nn.LayerNorm(4 * dim)\n        self.down = nn",
+            ),
+            (GELU, 'F.gelu(self.norm(self.up(x)), approximate="tanh")'),
+        ],
+        "extra_ln",
+        "F.gelu(self.norm(",
+    ),
+    "a norm after the activation": (
+        [
+            (
+                "        self.down = nn",
+                "        self.norm = nn.LayerNorm(4 * dim)\n        self.down = nn",
+            ),
+            (f"self.down({GELU})", f"self.down(self.norm({GELU}))"),
+        ],
+        "extra_ln",
+        "self.down(self.norm(",
+    ),
+    "the highest value of all positions": (
+        [("return self.head(x)", "return self.head(x.max(dim=1).values)")],
+        "pooled_positions",
+        "x.max(dim=1)",
+    ),
+    "ids in reversed order": (
+        [("self.tok_emb(ids)", "self.tok_emb(ids.flip(1))")],
+        "time_shift",
+        "ids.flip(1)",
+    ),
+    "half of the last hidden states": (
+        [("return self.head(x)", "return self.head(x / 2)")],
+        "extra_operation",
+        "self.head(x / 2)",
+    ),
+    "hidden states of the token before": (
+        [("return self.head(x)", "return self.head(x.roll(1, 1))")],
+        "extra_operation",
+        "self.head(x.roll(1, 1))",
+    ),
+    "half of the activation": (
+        [(f"self.down({GELU})", f"self.down({GELU} / 2)")],
+        "other_activation",
+        "approximate",
+    ),
+    "logits of pairs of tokens": (
+        [
+            (
+                "        self.pos_emb = nn",
+                "        self.pairs = nn.Embedding(vocab_size, vocab_size)\n"
+                "        self.pos_emb = nn",
+            ),
+            ("return self.head(x)", "return self.head(x) + self.pairs(ids)"),
+        ],
+        "changed_logits",
+        "self.head(x) + self.pairs(ids)",
+    ),
+    "a gate of the MLP's result": (
+        [
+            (
+                "        self.ff = FeedForward(dim)",
+                "        self.ff, self.gate = FeedForward(dim), nn.Linear(dim, dim)",
+            ),
+            (
+                "        x = self.norm2(x)\n",
+                "        gate = self.gate(x)\n        x = self.norm2(x)\n",
+            ),
+            ("x = self.ff(x)", "x = self.ff(x) * gate.sigmoid()"),
+        ],
+        "extra_projection",
+        "gate = self.gate(x)",
+    ),
+    "keys and values of all heads": (
+        [
+            ("self.W_key = nn.Linear(dim, dim)", "self.W_key = nn.Linear(dim, self.head_dim)"),
+            ("self.W_value = nn.Linear(dim, dim)", "self.W_value = nn.Linear(dim, self.head_dim)"),
+            ("        keys = keys.view(B, T, self.heads, self.head_dim).transpose(1, 2)\n", ""),
+            ("        values = values.view(B, T, self.heads, self.head_dim).transpose(1, 2)\n", ""),
+            ("queries @ keys.transpose(2, 3)", 'torch.einsum("bhid,bjd->bhij", queries, keys)'),
+            ("(weights @ values)", 'torch.einsum("bhij,bjd->bhid", weights, values)'),
+        ],
+        "grouped_query_attention",
+        "keys = self.W_key(x)",
     ),
     "values of the layer of the queries": (
         [("values = self.W_value(x)", "values = self.W_query(x)")],
@@ -698,6 +807,9 @@ BY_OWN_OPERATIONS = [
     "weights that are transposed", "the highest four weights", "a branch that is subtracted",
     "batch norms", "instance norms", "a group norm",
     "positions that are subtracted",
+    "no query projection", "no key projection", "no value projection, and fewer biases",
+    "queries that are clamped", "a norm before the activation", "a norm after the activation",
+    "half of the last hidden states", "hidden states of the token before", "half of the activation",
 ]  # fmt: skip
 
 EQUAL: dict[str, Edits] = {
@@ -778,6 +890,8 @@ def test_a_mistake_is_reported_at_its_line(tiny: Path, tmp_path: Path, name: str
     found = only_finding(adaptation, code)
     assert found.severity == "breaks" and line in (found.source_line or "")
     consequences = {"random_parameters", "no_final_ln", "erf_gelu", "inner_dim"}
+    if name == "no value projection, and fewer biases":
+        consequences |= {"no_qkv_bias"}
     if name == "attention without a projection, a residual or an MLP":
         consequences |= {"no_out_proj", "missing_residual"}
     if name == "weights that are divided after the softmax":
@@ -994,6 +1108,41 @@ def test_a_table_that_is_computed_from_two_parameters_is_an_unknown_part(
     assert "F.embedding(ids" in (found.source_line or "")
 
 
+def test_the_first_token_that_sees_other_tokens_is_shown(tiny: Path, tmp_path: Path) -> None:
+    """Up to token 7, windows of eight tokens hide nothing."""
+    blocks = "torch.arange(context)[:, None] // 8 != torch.arange(context) // 8"
+    mask = "torch.triu(torch.ones(context, context), diagonal=1)"
+    adaptation = adapted(tiny, tmp_path, [(mask, f"({mask} > 0) | ({blocks})")])
+    found = only_finding(adaptation, "mask_off")
+    assert "token 8 attends to token 8 only, but in GPT-2 it" in found.message
+    assert found.evidence.startswith("confirmed")
+
+
+def test_a_stream_that_is_added_to_itself_is_not_blamed_on_an_operation_in_place(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits = [
+        (
+            "        x = self.final_norm(x)",
+            "        y = x\n        x = x + y\n        x = self.final_norm(x)",
+        )
+    ]
+    found = only_finding(adapted(tiny, tmp_path, edits), "doubled_residual")
+    assert found.message.startswith("a tensor is added to itself, but GPT-2")
+
+
+def test_the_activation_of_an_mlp_with_three_projections_is_named(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits = [
+        ("        self.down = nn", "        self.more = nn.Linear(4 * dim, 4 * dim)\n"
+         "        self.down = nn"),
+        (GELU, "F.relu(self.more(self.up(x)))"),
+    ]  # fmt: skip
+    found = {f.code for f in adapted(tiny, tmp_path, edits).deviations}
+    assert found == {"extra_projection", "random_parameters", "relu"}
+
+
 def test_an_adapter_after_the_mlp_is_named(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("        self.ff = FeedForward(dim)", "        self.ff = FeedForward(dim)\n"
@@ -1048,10 +1197,14 @@ def test_equal_lists_of_all_blocks_are_one_finding(tiny: Path, tmp_path: Path) -
 def test_a_model_with_an_unknown_part_keeps_its_weights_and_has_the_other_findings(
     tiny: Path, tmp_path: Path
 ) -> None:
-    edits, code, _ = MISTAKES["no query projection"]
+    edits = [
+        ("        self.pos_emb = nn", "        self.wide = nn.Parameter(torch.eye(emb_dim))\n"
+         "        self.pos_emb = nn"),
+        ("self.tok_emb(ids)", "F.embedding(ids, self.tok_emb.weight @ self.wide)"),
+    ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, [*edits, (GELU, "F.gelu(self.up(x))")])
     assert adaptation.parity is None and len(adaptation.unmatched) == adaptation.tensors
-    assert adaptation.findings[0].code == code
+    assert adaptation.findings[0].code == "unknown_part"
     assert "exact (erf) GELU" in only_finding(adaptation, "erf_gelu").message
     assert "does not know a part" in adaptation.why_unchecked
 

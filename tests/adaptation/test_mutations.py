@@ -60,6 +60,7 @@ FEW_STYLES = {
     "no_attention": "test_foreign.py has an RNN and an MLP",
     "unused_attention": "test_mistakes.py projects the input of the heads",
     "extra_operation": "test_mistakes.py activates keys and shifts tensors",
+    "no_qkv_projection": "test_mistakes.py leaves out single projections",
     "other_norm": "test_mistakes.py uses BatchNorm and GroupNorm",
     "other_attention": "test_mistakes.py transposes and cuts the weights",
     "nan_scores": "test_mistakes.py multiplies infinity by zero",

@@ -372,6 +372,13 @@ class FixedShape(GPT):
         return self.logits(ids.view(self.batch_size, 32))
 
 
+class FixedLength(GPT):
+    """Accepts sequences of 20 ids only, fewer than its positions."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.logits(ids + torch.zeros(20, dtype=torch.long))
+
+
 class MaskOfTheBatch(GPT):
     """Accepts a mask with an axis for the batch."""
 
@@ -668,6 +675,8 @@ EQUAL: dict[str, Build] = {
     "ids as floating-point numbers": FloatIds,
     "one-hot vectors": OneHotVectors,
     "four full sequences": FixedShape,
+    "sequences of 20 ids": FixedLength,
+    "logits of which the tokens are the last axis": lambda: ReturnsTokensLast(),
     "a mask of the batch": MaskOfTheBatch,
     "norms with an einsum": EinsumNorms,
     "one parameter for all norms": StackedNorms,
@@ -713,6 +722,26 @@ def test_an_unusable_model_raises_one_adapt_error(tiny: Path, name: str) -> None
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_models_are_compatible(tiny: Path, name: str) -> None:
     assert adapt(noisy_model(EQUAL[name]), tiny).compatible
+
+
+class ReturnsTokensLast(GPT):
+    def forward(self, ids: Tensor) -> Any:
+        logits = self.logits(ids)
+        return logits.transpose(1, 2)  # (B, V, T), as F.cross_entropy expects them
+
+
+def test_the_shape_of_the_logits_is_reported(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(ReturnsTokensLast), tiny)
+    [found] = [f for f in adaptation.findings if f.code == "output_shape"]
+    assert "returns logits of shape (B, V, T)" in found.message
+    assert found.fix == "logits.transpose(1, 2)"
+    assert "return logits.transpose(1, 2)" in (found.source_line or "")
+
+
+def test_the_only_length_that_a_model_accepts_is_reported(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(FixedLength), tiny)
+    [found] = [f for f in adaptation.findings if f.code == "fixed_length"]
+    assert "accepts only sequences of 20 ids" in found.message
 
 
 def test_the_shape_of_the_ids_is_reported(tiny: Path) -> None:

@@ -329,6 +329,20 @@ class GPT(Core):
     assert build(tmp_path, source).sizes == SIZES
 
 
+def test_keywords_that_a_constructor_ignores_are_not_those_of_its_base(tmp_path: Path) -> None:
+    source = """
+class Base(Core):
+    def __init__(self, Embedder, vocab_size, n_embd):
+        super().__init__(vocab_size, 0, n_embd, 0, 0, Embedder)
+
+class GPT(Base):
+    def __init__(self, vocab_size, n_embd, **kwargs):
+        super().__init__(None, vocab_size, n_embd)
+"""
+    model = build(tmp_path, source)
+    assert model.extra is None and model.sizes[::2] == (SIZES[0], SIZES[2], 0)
+
+
 def test_names_of_libraries_are_not_config_entries(tmp_path: Path) -> None:
     source = gpt(", c", READ, "self.kept = c, nn.Embedding, torch.zeros(2, 2).T")
     assert "Embedding" not in vars(build(tmp_path, source).kept[0])

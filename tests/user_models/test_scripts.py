@@ -374,6 +374,7 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
         (["n_tokens", "vocab_size"], [None, "vocab_size"]),
         (["tie_embedding_weights"], ["tie_word_embeddings"]),
         (["num_unique_tokens", "filter_size", "dim"], ["vocab_size", "d_inner", "n_embd"]),
+        (["hidden_size", "mid_size", "pyramid_size"], ["n_embd", "d_inner", None]),
         (["num_cabezas", "num_capas"], ["n_head", "n_layer"]),
         (["tamano_vocabulario", "longitud_maxima"], ["vocab_size", "n_positions"]),
         (["taille_du_vocabulaire", "nb_tetes"], ["vocab_size", "n_head"]),

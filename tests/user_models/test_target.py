@@ -168,7 +168,9 @@ def test_a_path_relative_to_the_files_folder_is_resolved(
         check_refused(f"{path}:GPT", "own_part")
 
 
-@pytest.mark.parametrize("name", ["GPTSimilarity", "GPTForSentiment", "GPTWithMore"])
+@pytest.mark.parametrize(
+    "name", ["GPTSimilarity", "GPTForSentiment", "GPTPooledEncoder", "GPTWithMore"]
+)
 def test_a_model_for_another_task_is_not_selected(tmp_path: Path, name: str) -> None:
     task = f"\nclass {name}(nn.Module):\n    def __init__(self):\n        self.gpt = GPT()\n"
     chosen = load_target(str(write(tmp_path / "own_task.py", GPT + task)))
@@ -325,6 +327,9 @@ def make(vocab_size, n_embd):
     return nn.Sequential(nn.Embedding(vocab_size, n_embd), Block(n_embd))
 """
     path = write(tmp_path / "layers.py", source)
+    assert load_target(str(path)).__name__ == "make"
+    attention = "class Block(nn.Module):\n    embedding = lambda: Embedding()\n"
+    path.write_text(source.replace("class Block(nn.Module):\n", attention))
     assert load_target(str(path)).__name__ == "make"
     whole = GPT.replace(
         "self.block = Block()", "self.block, self.wte = Block(), nn.Embedding(8, 8)"

@@ -166,6 +166,7 @@ class Layer:
     parallel: bool  # the MLP does not depend on the result of attention
     gate: Node | None  # of a gated MLP, the second projection of the MLP's input
     extra: list[Node]  # projections that GPT-2 does not have, after those of the MLP
+    extra_ends: dict[Node, Node]  # their results, with biases
     unknown: list[Node]  # projections in place of the MLP, in a structure that is not known
     cross: list[AttentionOp]  # attention to another sequence, between attention and the MLP
     cross_sum: Sum | None  # where its result is added to the residual stream
@@ -179,11 +180,16 @@ class Layer:
     def has_mlp(self) -> bool:
         return self.fc is not None or bool(self.unknown)
 
-    def activated(self, graph: Graph) -> Node:
-        """Return the first activation's result: `act`, unless the MLP has further projections."""
-        inside = {*graph.between([self.act], [self.fc_end])}
-        following = [a for n in self.extra if n in inside for a in live_inputs(graph, n)]
-        return following[0] if following else self.act
+    def activated(self, graph: Graph) -> list[tuple[Node, Node]]:
+        """Return the nodes before and after each place of an activation, the first one first.
+
+        There is one, between `fc_end` and `act`, unless the MLP has more than two projections.
+        """
+        between = {*graph.between([self.act], [self.fc_end])}
+        inside = [node for node in self.extra if node in between]
+        starts = [self.fc_end, *(self.extra_ends[node] for node in inside)]
+        ends = [a for node in inside for a in live_inputs(graph, node)]
+        return list(zip(starts, [*ends, self.act], strict=False))
 
     @property
     def mid(self) -> Node:
@@ -340,6 +346,9 @@ def split_attention(
         return None
     d_v = [x for x in v_axes if x not in p_axes]
     t_q = [x for x in p_axes if x not in v_axes]
+    if len(t_q) > 1:  # the heads share a key and a value, as in "bhqk,bkd->bhqd"
+        lengths = dict(zip(p_axes, size(probs), strict=True))
+        t_q = [x for x in t_q if lengths[x] == lengths[summed]]
     if len(d_v) != 1 or len(t_q) != 1:
         return None
     # The axes of the probabilities are, from the right, those of the scores.
@@ -348,7 +357,7 @@ def split_attention(
     k, q = (first.a, first.b) if key_time in first.a_axes else (first.b, first.a)
     if key_time not in first.axes(k) or query_time not in first.axes(q):
         return None
-    groups = [x for x in p_axes if x in v_axes and x != summed]
+    groups = [x for x in p_axes if x not in (t_q[0], summed)]
     first_groups = [x for x in first.out_axes if x not in (key_time, query_time)]
 
     def operand(node: Node, axes: str, groups: Iterable[str], time: str, d: str) -> Operand:
@@ -364,6 +373,14 @@ def split_attention(
         scores=first.node,
         probs=operand(probs, p_axes, groups, t_q[0], summed),
     )
+
+
+def is_table_of_positions(graph: Graph, node: Node) -> bool:
+    """Return whether a node holds a vector of parameters for each position."""
+    if node in graph.live or not graph.parameters_of.get(node) or not size(node):
+        return False
+    B, T = graph.shape
+    return T in size(node)[:-1] and prod(size(node)) in (T * size(node)[-1] * n for n in (1, B))
 
 
 def dissect(graph: Graph, partial: bool = False) -> Anatomy:
@@ -439,9 +456,10 @@ class _Dissection:
         """Return whether keys and values are projected from another tensor than the queries."""
         if op.k.node not in self.graph.live:
             return True
+        own = self._projected([op.q.node, op.k.node, op.v.node])
         q, k, v = (
             {self.index.input_of(n) for n in self.index.frontier(operand.node)
-             if n in self.index.projections}
+             if n in self.index.projections and operand.node in own}
             for operand in (op.q, op.k, op.v)
         )  # fmt: skip
         return bool(q) and bool(k) and q.isdisjoint(k | v)
@@ -549,7 +567,8 @@ class _Dissection:
     def _later_sum(self, looked_up: Node) -> tuple[Node, Node] | None:
         """Return the sum with positions behind a norm or a projection, and its own operand."""
         graph = self.graph
-        if any(self._is_table_of_positions(n) for n in graph.between([looked_up], [graph.input])):
+        before = graph.between([looked_up], [graph.input])
+        if any(is_table_of_positions(graph, node) for node in before):
             return None
         users = {*live_users(graph, looked_up)}
         while users:
@@ -558,17 +577,11 @@ class _Dissection:
                 return None
             if len(users) == 1 and kind(node) in ("add", "cat"):
                 inputs = [a for a in tensor_inputs(node) if a in graph.live]
-                if len(inputs) == 1 and any(map(self._is_table_of_positions, tensor_inputs(node))):
+                positions = (is_table_of_positions(graph, a) for a in tensor_inputs(node))
+                if len(inputs) == 1 and any(positions):
                     return node, inputs[0]
             users = users - {node} | {*live_users(graph, node)}
         return None
-
-    def _is_table_of_positions(self, node: Node) -> bool:
-        """Return whether a node holds a vector of parameters for each position."""
-        if node in self.graph.live or not self.graph.parameters_of.get(node) or not size(node):
-            return False
-        B, T = self.graph.shape
-        return T in size(node)[:-1] and prod(size(node)) in (T * size(node)[-1] * n for n in (1, B))
 
     def _table(self, node: Node) -> Node:
         """Return the table of an embedding, or of a product with one-hot vectors."""
@@ -579,6 +592,10 @@ class _Dissection:
 
     def _head(self, tokens: Node) -> Node:
         found = sorted(self.index.frontier(self.graph.output), key=self.graph.order.__getitem__)
+        with_attention = [n for n in found if n in self.index.projections
+                          and self.graph.ancestors[n] & self.index.mixers]  # fmt: skip
+        if self.partial and len(with_attention) == 1:
+            return with_attention[0]  # other terms may be added to the logits
         if len(found) != 1 or found[0] not in self.index.projections:
             message = (
                 "the model has no language-model head. One projection to the vocabulary was "
@@ -660,6 +677,7 @@ class _Dissection:
             parallel=fc is not None and not products & above[fc],
             gate=gate,
             extra=[node for node in extra if node is not None],
+            extra_ends={node: self._with_bias(node) for node in extra if node is not None},
             unknown=unknown,
         )
 
@@ -742,6 +760,8 @@ class _Dissection:
         """
         index = self.index
         operands = [o.node for c in attention_ops for o in (c.q, c.k, c.v)]
+        if self.partial:
+            operands = self._projected(operands)
         qkv = set().union(*(index.frontier(node) for node in operands))
         further = [n for c in attention_ops for other in c.others for n in index.operands(other)]
         qkv = qkv.union(*(index.frontier(node) for node in further))
@@ -784,6 +804,13 @@ class _Dissection:
             )
         return ordered, inputs.pop(), None
 
+    def _projected(self, operands: list[Node]) -> list[Node]:
+        """Return the operands without those that are the tensor which the others project."""
+        index = self.index
+        projections = set().union(*map(index.frontier, operands)) & index.projections
+        inputs = set(map(index.input_of, projections))
+        return [node for node in operands if index.before_moves(node) not in inputs] or operands
+
     def _meeting(self, nodes: set[Node]) -> Node | None:
         """Return the last node that these all depend on; None if that is before attention."""
         while len(nodes) > 1 or not all(map(size, nodes)):  # several results have no size
@@ -820,6 +847,10 @@ class _Dissection:
             if size(last[0])[-1] > size(found[0])[-1]:  # an MLP is wider than other branches
                 return last
         gated = len(found) > 2 and sources(found[2]) == set(found[:2])
+        if last is not None and len(last) == 4 and last[2] is not None and last[3] is not None:
+            of_gate = size(last[3])[-1] == self.width and self._multiplied(last[2], last[3])
+            if of_gate and self._is_one_branch(found, until):
+                return last  # the result of the MLP is multiplied by a gate
         beside = gated and any(not sources(n) & {*found} for n in found[3:])  # as other experts
         if self.partial and beside and self._is_one_branch(found, until):
             return [None, None, None]

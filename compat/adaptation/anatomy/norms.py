@@ -232,8 +232,8 @@ class NormPlaces:
         on_output: names of norms on a branch's result before the sum.
         extra: norms that GPT-2 does not have, by position: "wte" for the token embedding alone,
             "embed", "h.0.resid_mid" and "h.0.out" for the residual stream, "h.0.attn" and
-            "h.0.mlp" for the result of a branch, "h.0.ln_1.before" and "h.0.ln_1.after" beside a
-            norm.
+            "h.0.mlp" for the result of a branch, "h.0.fc" and "h.0.act" before and after the
+            activation, "h.0.ln_1.before" and "h.0.ln_1.after" beside a norm.
         from_norm: names of norms from whose result the shortcut starts.
         cross: norms of cross-attention.
         missing: names of norms that were not found.
@@ -274,7 +274,7 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
                 second.stream = []  # the norm before attention, found already
         stream = layer.out
     final = norms_between(graph, stream, anatomy.xf)
-    places = NormPlaces()
+    places = NormPlaces(extra=_inside_mlps(anatomy))
     if anatomy.own_input is not None:
         for norm in norms_between(graph, anatomy.looked_up, anatomy.own_input):
             places.extra["wte"] = norm
@@ -298,6 +298,19 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
     else:
         places.missing.append("ln_f")
     return places
+
+
+def _inside_mlps(anatomy: Anatomy) -> dict[str, Norm]:
+    """Return the norms beside the activations of MLPs with two projections."""
+    graph, found = anatomy.graph, dict[str, Norm]()
+    for i, layer in enumerate(anatomy.layers):
+        if layer.mlp_proj is None or layer.is_gated or layer.extra:
+            continue
+        for norm in norms_between(graph, layer.fc_end, layer.act):
+            after = graph.on_paths([norm.end], [layer.act])
+            is_last = all(kind(node) in MOVES for node in after)
+            found[f"h.{i}.act" if is_last else f"h.{i}.fc"] = norm
+    return found
 
 
 def _names(number: int) -> tuple[str, str]:

@@ -92,4 +92,11 @@ def activation_of(graph: Graph, start: Node, end: Node) -> Activation:
     known = {**ACTIVATIONS, f"leaky_relu with slope {slope:.4g}": leaky_relu}
     errors = {name: (y - function(x)).abs().max().item() for name, function in known.items()}
     best = min(errors, key=lambda name: errors[name])
-    return Activation(best, known[best]) if errors[best] < 2e-6 else Activation(None, measured)
+    if errors[best] < 2e-6:
+        return Activation(best, known[best])
+    for name, function in ACTIVATIONS.items():
+        values = function(x)
+        factor = ((y * values).sum() / values.square().sum()).item()
+        if torch.allclose(y, factor * values, atol=2e-6):
+            return Activation(f"{name} times {factor:.4g}", measured)
+    return Activation(None, measured)

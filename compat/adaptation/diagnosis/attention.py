@@ -28,7 +28,7 @@ from compat.adaptation.diagnosis.attention_formula import (
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes, causal, combine
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation, operations
-from compat.adaptation.diagnosis.shifts import shifted_ids, shifted_tokens
+from compat.adaptation.diagnosis.shifts import REVERSED, shifted_ids, shifted_tokens
 from compat.adaptation.mapping.assignments import JOINS
 from compat.adaptation.mapping.by_calls import ROLES
 from compat.adaptation.mapping.linear_maps import function_between, merged, token_view
@@ -518,6 +518,31 @@ def changed_heads(layer: LayerAttention) -> Deviation | None:
 
 
 @deviation(
+    "{found}, so attention reads its input there, but GPT-2 projects q, k and v",
+    "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
+)
+@each_layer
+def no_qkv_projection(layer: LayerAttention) -> Deviation | None:
+    if not (letters := layer.attention.unprojected):
+        return None
+    found = f"{listed([*letters])} {'is' if len(letters) == 1 else 'are'} not projected"
+    operands = [getattr(layer.op, letter).node for letter in letters]
+    place = source.running(layer.graph, layer.graph.on_paths([layer.layer.x1], operands))
+    name, weights = f"h.{layer.i}.attn.c_attn", dict[str, Tensor | None]()
+    for tensor, empty in (("weight", torch.eye), ("bias", torch.zeros)):
+        hf = f"{name}.{tensor}"
+        absent = layer.context.unmatched.partly.get(hf, "")
+        if {*absent} >= {*letters}:
+            parts = list(layer.context.weights[hf].chunk(3, dim=-1))
+            for letter in absent:
+                parts["qkv".index(letter)] = empty(parts[0].shape[-1], dtype=parts[0].dtype)
+            weights[hf] = torch.cat(parts, dim=-1)
+    values = {"found": found, "n_embd": layer.context.config.n_embd}
+    tap = f"h.{layer.i}.{letters[0]}"
+    return Deviation(tap, place, values, Changes(weights=weights))
+
+
+@deviation(
     "q, k or v is reshaped from (B, T, C) to heads without a transpose, which mixes tokens and "
     "heads, but GPT-2 splits the channels of each token",
     "q.view(B, T, H, D).transpose(1, 2)",
@@ -633,7 +658,9 @@ def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
     graph, embed = context.graph, context.anatomy.embed
     moving = [n for n in graph.live_between([embed], [graph.input]) if kind(n) in SHIFTS]
     if moving and (distance := shifted_ids(graph, embed)):
-        found = f"the embedding of each token is computed from {_distant(distance)}"
+        of = "the token at the mirrored position, because the ids are reversed"
+        of = of if distance == REVERSED else _distant(int(distance))
+        found = f"the embedding of each token is computed from {of}"
         place = source.running(graph, moving)
         yield Deviation("embed", place, {"found": found}, evidence=SHIFTED)
 

@@ -98,7 +98,9 @@ def mask_code(allowed: Tensor) -> tuple[str | None, dict[str, Any]]:
     width = int(allowed[-1].sum())
     if 1 < width < T and torch.equal(allowed, every.tril() & every.triu(1 - width)):
         return "sliding_window", {"found": width}
-    token = min(5, T - 1)
+    # Of the deviating tokens, one that has several tokens before it.
+    deviating = (allowed != every.tril()).any(-1).nonzero().flatten().tolist()
+    token = next((row for row in deviating if row >= 5), deviating[-1])
     return "mask_off", {"token": token, "found": _attended(allowed[token])}
 
 
@@ -107,6 +109,8 @@ def _attended(row: Tensor) -> str:
     tokens: list[int] = row.nonzero().flatten().tolist()
     if not tokens:
         return "no token"
+    if len(tokens) == 1:
+        return f"token {tokens[0]} only"
     if tokens == list(range(tokens[0], tokens[-1] + 1)):
         return f"tokens {tokens[0]} to {tokens[-1]}"
     return f"tokens {listed([str(token) for token in tokens])}"

@@ -40,6 +40,9 @@ from compat.adaptation.tracing.graph import (
 )
 from compat.errors import listed
 
+# The reader of the final norm, as in "between ln_f and the head".
+HEAD = "the head"
+
 CLASS_OF = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU"}
 
 
@@ -81,8 +84,10 @@ def _activations(code: str) -> Detector:
 def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
     """Return the line that builds or computes the activation, or else that calls the MLP."""
     graph, layer = context.graph, context.anatomy.layers[i]
-    end = layer.activated(graph)
-    nodes = [n for n in graph.live_between([end], [layer.fc_end]) if kind(n) not in MOVES]
+    inside = (
+        n for start, end in layer.activated(graph) for n in graph.live_between([end], [start])
+    )
+    nodes = [n for n in inside if kind(n) not in MOVES]
     if layer.unknown:
         nodes = called_activation(graph, graph.between([layer.mlp], [layer.x2]))[1]
     line = source.torch_built(context.model, nodes) or source.running(graph, nodes)
@@ -344,10 +349,10 @@ def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
         lines = [graph.place(node) for node in doubled]
         terms = {tensor_inputs(node)[0] for node in doubled}
         changes = Changes(doubled={tap for tap, total in sums.items() if total.node in terms})
-        values = {
-            "found": "a tensor is added to itself, because an earlier in-place operation added the "
-            "branch to the shortcut"
-        }
+        sums_of_terms = (line.text for node in terms for line in graph.places(node))
+        in_place = any(re.search(r"\+=|\badd_\(", text) for text in sums_of_terms)
+        cause = ", because an earlier in-place operation added the branch to the shortcut"
+        values = {"found": f"a tensor is added to itself{cause if in_place else ''}"}
         tap = context.tap_after(doubled[0])
         yield Deviation(tap, lines[0], values, changes if changes.doubled else None, lines=lines)
     own = {tap: total.own_input for tap, total in sums.items() if total.own_input is not None}
@@ -514,7 +519,7 @@ def changed_stream(context: DiagnosisContext) -> Iterator[Deviation]:
     for start, end, after, tap, before in _connections(context):
         if (each := _operations(context, start, end, after, before)) is not None:
             each.tap = tap
-            kind_of_place = before if "projection" in before else "stream"
+            kind_of_place = before if before == HEAD or "projection" in before else "stream"
             found.setdefault(f"{each.values['found']} {kind_of_place}", []).append(each)
     for same in found.values():
         changes = combine(each.changes for each in same if each.changes is not None)
@@ -548,6 +553,8 @@ def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, s
             stream, tap = total.node, after
     if "ln_f" in places.named and not (places.post or {*places.extra} - {"embed"}):
         yield stream, places.named["ln_f"].start, tap, "ln_f", "ln_f"
+    if "ln_f" in places.named and "ln_f.after" not in places.extra:
+        yield places.named["ln_f"].end, context.anatomy.xf, "ln_f", "logits", HEAD
 
 
 def _operations(
@@ -558,16 +565,15 @@ def _operations(
     if start not in graph.ancestors[end]:
         return None
     nodes = [n for n in graph.on_paths([start], [end]) if kind(n) not in MOVES | {"getitem"}]
-    if not nodes or _factor(context, start, end) is not None:
-        return None  # nothing, scaled_sums, or doubled_residual
+    if not nodes or (before != HEAD and _factor(context, start, end) is not None):
+        return None  # nothing, residual_weights, or doubled_residual
     if {*nodes} <= {*_second_shortcuts(context).values()}:
         return None  # doubled_residual
     if any(kind(n) in SDPA or contraction(n) is not None for n in nodes):
         return None  # extra_projection, or cross_attention
-    if any(kind(n) in SHIFTS for n in nodes) and shifted_tokens(
-        graph, start, Operand(end, (), 1, 2)
-    ):
-        return None  # time_shift
+    if before != HEAD and any(kind(n) in SHIFTS for n in nodes):
+        if shifted_tokens(graph, start, Operand(end, (), 1, 2)):
+            return None  # time_shift
     source_view, view = token_view(graph, start), token_view(graph, end)
     if source_view is None or view is None:
         return None

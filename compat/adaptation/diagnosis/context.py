@@ -44,7 +44,7 @@ class DiagnosisContext:
         last_only: the node that drops all positions but the last, if there is one.
         with_targets: the model is called with targets, because it drops these positions otherwise.
         input_shape: the shape of the ids that the model takes, if it is not (B, T).
-        flat_logits: the model returns logits (B·T, V).
+        output_shape: the shape of the logits that the model returns, if it is not (B, T, V).
         mask: the optional argument that is passed, because tokens attend to later ones without it.
         fixed_length: the only sequence length that the model accepts, if it accepts only one.
         length_error: what the model raises for a shorter sequence, if it accepts only one length.
@@ -64,7 +64,7 @@ class DiagnosisContext:
     last_only: Node | None = None
     with_targets: bool = False
     input_shape: str = ""
-    flat_logits: bool = False
+    output_shape: str = ""
     mask: str = ""
     fixed_length: int | None = None
     length_error: Exception | None = None
@@ -137,11 +137,18 @@ class DiagnosisContext:
     def activations(self) -> list[Activation]:
         """The activation in each layer."""
         graph, found = self.graph, []
-        for _, layer in self.layers:
+        for i, layer in self.layers:
             if layer.unknown:
                 found.append(called_activation(graph, graph.between([layer.mlp], [layer.x2]))[0])
             else:
-                found.append(activation_of(graph, layer.fc_end, layer.activated(graph)))
+                before = self.places.extra.get(f"h.{i}.fc")
+                after = self.places.extra.get(f"h.{i}.act")
+                places = layer.activated(graph)
+                if before is not None or after is not None:
+                    start = layer.fc_end if before is None else before.end
+                    places = [(start, layer.act if after is None else after.start)]
+                every = [activation_of(graph, *place) for place in places]
+                found.append(next((a for a in every if a.name != "identity"), every[0]))
         return found
 
     @cached_property

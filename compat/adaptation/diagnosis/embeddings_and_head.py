@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch.fx import Node
 
+from compat.adaptation.anatomy.dissect import is_table_of_positions
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
@@ -19,6 +20,7 @@ from compat.adaptation.tracing.graph import (
     NAN_GUARDS,
     Place,
     kind,
+    live_inputs,
     size,
     tensor_inputs,
 )
@@ -132,10 +134,10 @@ def later_tables(context: DiagnosisContext) -> set[Node]:
     graph, layers = context.graph, context.anatomy.layers
     end = layers[0].x1 if layers else context.anatomy.xf
     before = graph.between([end], [context.anatomy.embed])
-    by_position = [n for n in before if n not in graph.live and graph.shape[1] in size(n)[:-1]]
+    tables = [graph.parameters_of[n] for n in before if is_table_of_positions(graph, n)]
     norms = [*context.places.named.values(), *context.places.extra.values()]
     own = {parameter for norm in norms for parameter in (norm.scale, norm.shift)}
-    return set().union(*(graph.parameters_of.get(n, frozenset()) for n in by_position)) - own
+    return set().union(*tables) - own
 
 
 def _position_vectors(context: DiagnosisContext) -> bool:
@@ -241,13 +243,9 @@ def _is_no_sum(context: DiagnosisContext) -> bool:
 
 def joined_positions(context: DiagnosisContext) -> list[Node]:
     """Return the nodes that concatenate or multiply the tokens with a table of positions."""
-    graph, T = context.graph, context.graph.shape[1]
+    graph = context.graph
     joining = [n for n in _path(context) if n in graph.live and kind(n) in ("cat", "mul")]
-    return [
-        node for node in joining
-        if any(graph.parameters_of[a] and T in size(a)[:-1]
-               for a in tensor_inputs(node) if a not in graph.live)
-    ]  # fmt: skip
+    return [n for n in joining if any(is_table_of_positions(graph, a) for a in tensor_inputs(n))]
 
 
 @deviation(
@@ -301,10 +299,11 @@ def softmax_output(context: DiagnosisContext) -> Iterator[Deviation]:
 def changed_logits(context: DiagnosisContext) -> Iterator[Deviation]:
     """Detect operations on the logits other than a bias or a factor, such as a clamp."""
     graph, usual = context.graph, MOVES | CUTS | {"add", "mul", "div", "getitem"}
-    after_head = graph.between([graph.output], [context.anatomy.head])
+    after_head = graph.on_paths([context.anatomy.head], [graph.output])
     if (softmax := context.mapping.output_softmax) is not None:
         after_head += [node for node, above in graph.ancestors.items() if softmax in above]
-    unusual = [node for node in after_head if node in graph.live and kind(node) not in usual]
+    unusual = [node for node in after_head if kind(node) not in usual]
+    unusual += [node for node in after_head if kind(node) in usual and _joins_others(context, node)]
     guards = [node for node in unusual if kind(node) in NAN_GUARDS]
     others = [node for node in unusual if node not in guards]
     only_guards = guards and all(kind(node) in ("where", "masked_fill") for node in others)
@@ -312,6 +311,13 @@ def changed_logits(context: DiagnosisContext) -> Iterator[Deviation]:
         evidence = "found in the graph, but not tested for its effect on the logits"
         place = source.running(graph, [node])
         yield Deviation("logits", place, {"found": kind(node)}, evidence=evidence)
+
+
+def _joins_others(context: DiagnosisContext, node: Node) -> bool:
+    """Return whether an operation combines the logits with a tensor that is not the head's."""
+    graph, head = context.graph, context.anatomy.head
+    inputs = live_inputs(graph, node)
+    return any(head not in graph.ancestors[a] | {a} for a in inputs) and len(inputs) > 1
 
 
 @deviation(
@@ -353,16 +359,28 @@ def input_shape(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(None, source.matching(context.model, r"def forward\("), values)
 
 
-FLATTENED = r"(view|reshape)\(-1, |flatten\(0, 1\)|(view|reshape)\(\w+ ?\* ?\w+, "
+# The lines that give the logits another shape, and how to undo it.
+RESHAPES = {
+    "(B·T, V)": (
+        r"(view|reshape)\(-1, |flatten\(0, 1\)|(view|reshape)\(\w+ ?\* ?\w+, ",
+        "logits.view(B, T, V)",
+    ),
+    "(B, V, T)": (
+        r"(return|logits|out\w*)\b.*(transpose\(|permute\(|\.mT\b)",
+        "logits.transpose(1, 2)",
+    ),
+}
 
 
 @deviation(
-    "the model returns logits of shape (B·T, V), but GPT-2 returns (B, T, V), so compat reshaped "
+    "the model returns logits of shape {found}, but GPT-2 returns (B, T, V), so compat reshaped "
     "them",
-    "logits.view(B, T, V)",
+    "{fix}",
     severity="info",
 )
 def output_shape(context: DiagnosisContext) -> Iterator[Deviation]:
-    if context.flat_logits and not context.with_targets:
+    if context.output_shape and not context.with_targets:
+        pattern, fix = RESHAPES[context.output_shape]
         place = source.running(context.graph, [context.anatomy.head])
-        yield Deviation(None, source.matching(context.model, FLATTENED) or place)
+        place = source.matching(context.model, pattern) or place
+        yield Deviation(None, place, {"found": context.output_shape, "fix": fix})

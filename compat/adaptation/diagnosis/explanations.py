@@ -226,6 +226,8 @@ EXPLANATIONS = {
     "loss may decrease nevertheless.",
     "extra_operation": "GPT-2's weights were trained without this operation. Every part after it "
     "reads values that it has not seen in training.",
+    "no_qkv_projection": "The projections select what a head compares and what it passes on. The "
+    "checkpoint's matrix for this part cannot be loaded anywhere.",
     "other_norm": "A BatchNorm uses statistics of the training data, an InstanceNorm those of each "
     "channel over the tokens, and a GroupNorm those of several tokens. GPT-2's weights expect "
     "channels with mean 0 and variance 1 in each token.",

@@ -35,8 +35,8 @@ class Changes:
         norm_formula: other formulas of norms, by name.
         extra_norm: norms that GPT-2 does not have, by position: the tap of the residual stream
             that they follow, such as "embed" or "h.0.out"; "wte" for the token embedding alone;
-            "h.0.attn" or "h.0.mlp" for the output of a branch; "h.0.ln_1.before" and
-            "h.0.ln_1.after" beside a norm.
+            "h.0.attn" or "h.0.mlp" for the output of a branch; "h.0.fc" and "h.0.act" before and
+            after the activation; "h.0.ln_1.before" and "h.0.ln_1.after" beside a norm.
         post_norm: names of norms that are applied after the residual sum.
         norm_on_output: names of norms that are applied to the output of the branch.
         residual_from_norm: names of norms after which the residual connection starts.
@@ -142,7 +142,7 @@ class ModifiedReference:
             x = x + start if i in self.changes.input_again else x
             x = self._stream(f"h.{i}.out", self._extra_norm(f"h.{i}.out", x))
         x = self.taps["ln_f"] = self._norm("ln_f", self._extra_norm("ln_f.before", x))
-        x = self._extra_norm("ln_f.after", x)
+        x = self._stream("ln_f", self._extra_norm("ln_f.after", x))
         head = self.weights.get("lm_head.weight", self.weights["wte.weight"])
         self.taps["logits"] = x @ head.T * self.changes.head_scale
         return self.taps
@@ -260,7 +260,8 @@ class ModifiedReference:
         name, taps = f"h.{i}.mlp", self.taps
         usual = ACTIVATIONS[canonical_activation(self.config)]
         fc = taps[f"h.{i}.fc"] = self._linear(f"{name}.c_fc", x)
-        act = taps[f"h.{i}.act"] = self.changes.activation.get(i, usual)(fc)
+        act = self.changes.activation.get(i, usual)(self._extra_norm(f"h.{i}.fc", fc))
+        act = taps[f"h.{i}.act"] = self._extra_norm(f"h.{i}.act", act)
         out = taps[name] = self._linear(f"{name}.c_proj", act)
         return self.changes.mlp_output[i](out) if i in self.changes.mlp_output else out
 

@@ -331,9 +331,7 @@ def _missing(code: str) -> Detector:
     def detect(context: DiagnosisContext) -> Iterator[Deviation]:
         tensors = [hf for hf in context.unmatched.names if _code_of(context, hf) == code]
         if code == "no_qkv_bias":
-            shared = any(attention.shared_kv for attention in context.mapping.attentions[:1])
-            partly = context.unmatched.partly.items()
-            tensors += [hf for hf, absent in partly if absent and not shared]
+            tensors += _partly_missing_biases(context)
         if not tensors:
             return
         module = tensors[0].rpartition(".")[0]
@@ -355,6 +353,16 @@ def _missing(code: str) -> Detector:
         yield Deviation(_first_tap(tensors[0]), place, values, changes, lines=lines)
 
     return detect
+
+
+def _partly_missing_biases(context: DiagnosisContext) -> list[str]:
+    """Return the fused biases of which q, k or v lacks its part, although it is projected."""
+    attentions = {f"h.{i}.attn.c_attn.bias": a for i, a in enumerate(context.mapping.attentions)}
+    partly = context.unmatched.partly
+    return [
+        hf for hf, attention in attentions.items()
+        if {*partly.get(hf, "")} - {*attention.unprojected} and not attention.shared_kv
+    ]  # fmt: skip
 
 
 def _no_out_proj(context: DiagnosisContext) -> Iterator[Deviation]:

@@ -10,6 +10,9 @@ from compat.adaptation.anatomy.dissect import Operand
 from compat.adaptation.mapping.linear_maps import token_view
 from compat.adaptation.tracing.graph import Graph
 
+# Stands for a distance that differs from token to token, because the tokens are reversed.
+REVERSED = float("inf")
+
 
 def shifted_tokens(graph: Graph, start: Node, target: Operand) -> int:
     """Return the distance from a target back to the tokens (B, T, C) that it is computed from.
@@ -28,16 +31,23 @@ def shifted_tokens(graph: Graph, start: Node, target: Operand) -> int:
     return _distance(before, after, target.time, place)
 
 
-def shifted_ids(graph: Graph, embed: Node) -> int:
-    """Return the distance from the embedding (B, T, C) back to its ids, as for `shifted_tokens`."""
+def shifted_ids(graph: Graph, embed: Node) -> float:
+    """Return the distance from the embedding (B, T, C) back to its ids, as for `shifted_tokens`.
+
+    `REVERSED` if each token is embedded at the mirrored position.
+    """
     view = token_view(graph, embed)
     if view is None:
         return 0
-    place = graph.shape[1] // 2
-    one, two = graph.example, graph.example.clone()
-    two[:, place] = one[:, place].roll(1) if len(set(one[:, place].tolist())) > 1 else one[:, 0]
-    before, after = (view.read(graph.run(view.nodes, {graph.input: ids})) for ids in (one, two))
-    return _distance(before, after, 1, place)
+    T, one = graph.shape[1], graph.example
+    distances = []
+    for place in (T // 2, 1):
+        two = one.clone()
+        two[:, place] = one[:, place].roll(1) if len(set(one[:, place].tolist())) > 1 else one[:, 0]
+        before, after = (view.read(graph.run(view.nodes, {graph.input: ids})) for ids in (one, two))
+        distances.append(_distance(before, after, 1, place))
+    mirrored = [T - 1 - 2 * (T // 2), T - 3]
+    return REVERSED if distances == mirrored and T > 4 else distances[0]
 
 
 def _distance(before: Tensor, after: Tensor, axis: int, place: int) -> int:

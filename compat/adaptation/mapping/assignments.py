@@ -71,6 +71,7 @@ class Attention:
         inner: if it is indirect, the same attention with the operands of the products as views.
         changed_heads: operations other than a merge run between the heads and their projection.
         raw: which of q, k and v are projected from the residual stream and not from its norm.
+        unprojected: which of q, k and v are the tensor that the others are projected from.
         over_heads: attention runs over the heads of each token instead of over the tokens.
         kv_heads: the number of key heads if several query heads share a key head; otherwise 0.
     """
@@ -88,6 +89,7 @@ class Attention:
     inner: Attention | None = None
     changed_heads: bool = False
     raw: str = ""
+    unprojected: str = ""
     over_heads: bool = False
     kv_heads: int = 0
 
@@ -148,7 +150,8 @@ class Unmatched:
         shared: the other tensor's name, for tensors whose parameters already hold another one.
         nodes: parameters whose tensors do not fit, or whose layer the checkpoint does not have, and
             those of unknown projections, by the name of the tensor in their place.
-        partly: fused biases that the model holds only in part.
+        partly: which of q, k and v the model has no parameters for, by the name of a fused tensor
+            of which it has the other parts.
     """
 
     names: list[str] = field(default_factory=list)
@@ -357,7 +360,7 @@ def _assign_layer(
             q, k = (_with_heads_in_order(one, n_head, order) for one in (q, k))
         attention.q_factor, attention.k_factor = q.factor, k.factor
         attention.shared_kv = _same(k, v) and not _same(q, k)
-        attention.kv_heads = _kv_heads(k, n_head) if partial else 0
+        attention.kv_heads = _kv_heads(k, n_head) if partial and k.parameters else 0
         return {} if attention.kv_heads else _assign_qkv(graph, [q, k, v], n_head, layer.qkv)
 
     def out_proj(node: Node) -> dict[str, Assignment]:
@@ -414,9 +417,14 @@ def _assign_layer(
 
 def _qkv_maps(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] | None:
     """Return the maps from the projections' input to q, k and v; None if one is not linear."""
-    maps = []
-    for operand in (attention.q, attention.k, attention.v):
+    maps, unprojected = list[LinearMap](), ""
+    for letter, operand in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
         target = merged(operand)
+        if _is_same_tensor(graph, x1, target):
+            unprojected += letter
+            nowhere = torch.zeros(x1.index.shape[2], target.index.shape[2], dtype=torch.long)
+            maps.append(LinearMap([], nowhere, nowhere[0], 1.0))
+            continue
         found = linear_map(graph, x1, target)
         if found is None and _is_per_token(graph, x1, target):
             # The first token alone, where the position enters.
@@ -427,7 +435,18 @@ def _qkv_maps(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] |
             attention.rotated = False
             return None
         maps.append(found)
+    attention.unprojected = unprojected
     return maps
+
+
+def _is_same_tensor(graph: Graph, source: View, target: View) -> bool:
+    """Return whether a view has the elements of another one, which it only moves."""
+    if source.index.shape != target.index.shape or graph.parameters_between(
+        target.nodes, source.nodes
+    ):
+        return False
+    x = random_values(source.index.shape)
+    return torch.equal(function_between(graph, source, target)(x), x)
 
 
 def _order_within_heads(q: LinearMap, k: LinearMap, n_head: int) -> Tensor | None:
@@ -557,13 +576,16 @@ def _channels_of_heads(graph: Graph, source: View, operand: View) -> Tensor | No
 
 def _used_channels(graph: Graph, source: View, target: View) -> Tensor:
     """Return the channels of a view (B, T, N) on which another view depends, in ascending order."""
-    x = random_values(source.index.shape)
-    inputs = [part.requires_grad_() for part in source.write(x)]
-    with torch.enable_grad():
-        found = graph.run(target.nodes, dict(zip(source.nodes, inputs, strict=True)))
-        total = target.read(found).square().sum()
-        gradients = source.read(torch.autograd.grad(total, inputs))
-    return gradients.flatten(0, 1).any(0).nonzero().flatten()
+    used = torch.zeros(source.index.shape[-1], dtype=torch.bool)
+    for scale in (1.0, 1e-3):  # a clamp has no gradient for large numbers
+        x = scale * random_values(source.index.shape)
+        inputs = [part.requires_grad_() for part in source.write(x)]
+        with torch.enable_grad():
+            found = graph.run(target.nodes, dict(zip(source.nodes, inputs, strict=True)))
+            total = target.read(found).square().sum()
+            gradients = source.read(torch.autograd.grad(total, inputs))
+        used |= gradients.flatten(0, 1).any(0)
+    return used.nonzero().flatten()
 
 
 def _shared(graph: Graph, shared: str, nodes: Sequence[Node]) -> UnknownPart:
@@ -649,7 +671,7 @@ def _assign_qkv(
         found = f"q, k and v have {listed([str(width) for width in widths])} channels"
         raise UnknownPart(f"{found}, but GPT-2 has {C} of each", nodes, "head_width")
     shared = [x for x, one in zip("qkv", maps, strict=True)
-              if sum(_same(one, other) for other in maps) > 1]  # fmt: skip
+              if one.parameters and sum(_same(one, other) for other in maps) > 1]  # fmt: skip
     if "q" in shared:
         used = dict.fromkeys(node for one in maps for node in one.parameters)
         raise _shared(graph, f"{', '.join(shared[:-1])} and {shared[-1]}", [*used])
@@ -775,7 +797,12 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
         first = formula.offset if formula is not None else None
         start = first if first is not None and 0 <= first <= spare else 0
         assign("wpe.weight", node, anatomy.position_width, config.n_positions, start)
-    for node in graph.parameters_between([anatomy.logits], [anatomy.xf]):
+    # Other tensors that depend on the ids may be added to the logits.
+    others = [
+        node for node in graph.between([anatomy.logits], [anatomy.xf])
+        if node in graph.live and anatomy.xf not in graph.ancestors[node] | {node}
+    ]  # fmt: skip
+    for node in graph.parameters_between([anatomy.logits], [anatomy.xf, *others]):
         if is_table(node, anatomy.width):
             assign(HEAD, node, anatomy.width, config.vocab_size)
         elif node is not table and graph.values[node].numel() > 1:
@@ -951,7 +978,7 @@ def drop_misfits(graph: Graph, found: Assignments, checkpoint: Checkpoint) -> Un
             unmatched.shapes[hf] = wanted[0], loaded[0]
             unmatched.nodes[hf] = nodes
         else:
-            if isinstance(op, Fused) and hf.endswith("bias"):
+            if isinstance(op, Fused):
                 held = "".join(part.qkv for part in op.parts)
                 if absent := "".join(x for x in "qkv" if x not in held):
                     unmatched.partly[hf] = absent

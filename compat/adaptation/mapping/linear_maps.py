@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import AttentionOp, Operand
-from compat.adaptation.tracing.graph import Graph, size
+from compat.adaptation.tracing.graph import Graph, random_values, size
 from compat.errors import NameMapError
 from compat.ops import Fused, Op, Part, Rearrange, Same, Split, Transpose
 
@@ -154,16 +154,15 @@ class Probe:
             self.first[node] = count
             count += graph.values[node].numel()
         self.last = count - 1
+        self.ones = torch.ones((), dtype=torch.float64).expand(count)
+        self.numbers = torch.arange(count, dtype=torch.float64)
 
-    def __call__(self, x: Tensor, numbered: bool) -> Tensor:
-        """Return the output for x, with parameters that are all 1 or numbered."""
+    def __call__(self, x: Tensor, values: Tensor) -> Tensor:
+        """Return the output for x, if the element of number n of the parameters is `values[n]`."""
 
         def value(node: Node) -> Tensor:
-            shape = self.graph.values[node].shape
-            if not numbered:
-                return torch.ones((), dtype=torch.float64).expand(shape)
-            count = torch.arange(shape.numel(), dtype=torch.float64)
-            return (count + self.first[node]).view(shape)
+            shape, first = self.graph.values[node].shape, self.first[node]
+            return values[first : first + shape.numel()].view(shape)
 
         return self.target.read(
             self.graph.run(self.target.nodes, self.source.node_values(x), value)
@@ -179,17 +178,17 @@ def linear_map(graph: Graph, source: View, target: View, d_head: int = 0) -> Lin
     probe = Probe(graph, source, target)
     B, T, K = source.index.shape
     zero = torch.zeros(B, T, K, dtype=torch.float64)
-    off = probe(zero, numbered=False)
+    off = probe(zero, probe.ones)
     one = zero.clone()
     one[..., 0] = 1
-    on = probe(one, numbered=False) - off
+    on = probe(one, probe.ones) - off
     factor = on.reshape(-1)[0].item()
     if factor == 0 or not torch.allclose(on, torch.full_like(on, factor), rtol=1e-9):
         return None
     each = torch.arange(1, B * T + 1, dtype=torch.float64).view(B, T, 1)
-    if not torch.allclose(probe(one * each, False) - off, on * each, rtol=1e-9):
+    if not torch.allclose(probe(one * each, probe.ones) - off, on * each, rtol=1e-9):
         return None  # some token depends on the input of another
-    bias = probe(zero, numbered=True) / factor
+    bias = probe(zero, probe.numbers) / factor
     numbers = _integers(bias[0, 0])
     if numbers is None or not torch.equal(bias.round(), numbers.expand_as(bias)):
         return None
@@ -198,7 +197,18 @@ def linear_map(graph: Graph, source: View, target: View, d_head: int = 0) -> Lin
     weight = _weight(probe, bias, factor, K, d_head or K)
     if weight is None or max(weight.max().item(), numbers.max().item()) > probe.last:
         return None  # the product of several parameters
-    return LinearMap(probe.parameters, weight, numbers.long(), factor)
+    found = LinearMap(probe.parameters, weight, numbers.long(), factor)
+    return found if _agrees(probe, found) else None
+
+
+def _agrees(probe: Probe, found: LinearMap) -> bool:
+    """Return whether a map holds for other numbers, which a clamp or an activation would change."""
+    B, T, K = probe.source.index.shape
+    x = random_values((B, T, K))
+    values = random_values((probe.last + 1,), 1)
+    values[0] = 0  # stands for no bias
+    expected = found.factor * (x @ values[found.weight] + values[found.bias])
+    return torch.allclose(probe(x, values), expected, rtol=1e-6, atol=1e-6 * (K**0.5))
 
 
 def _weight(probe: Probe, bias: Tensor, factor: float, K: int, d_head: int) -> Tensor | None:
@@ -229,7 +239,7 @@ def _numbers(
         part = channels[start : start + B * T]
         x = torch.zeros(B * T, K, dtype=torch.float64)
         x[torch.arange(len(part)), part] = 1
-        out = probe(x.view(B, T, K), numbered=True) / factor - bias
+        out = probe(x.view(B, T, K), probe.numbers) / factor - bias
         found = _integers(out.reshape(B * T, -1)[: len(part)])
         if found is None:
             return None

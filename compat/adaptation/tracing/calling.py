@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compat.errors import AdaptError, listed
-from compat.parity.outputs import find_logits, has_flat_logits
+from compat.parity.outputs import find_logits, other_shape
 from compat.user_code import exception_report, is_users, users_frames
 from compat.user_models.eval_mode import eval_mode
 from compat.user_models.synonyms import plain
@@ -171,13 +171,13 @@ class CallSignature:
         batches = padded.view(-1, self.rows, ids.shape[1])
         return torch.cat([self._logits(model, batch) for batch in batches])[: len(ids)]
 
-    def returns_flat_logits(self, model: nn.Module, ids: Tensor) -> bool:
-        """Return whether the model returns logits (B·T, V) for ids (B, T)."""
+    def output_shape(self, model: nn.Module, ids: Tensor) -> str:
+        """Return the shape of the logits for ids (B, T), if it is not (B, T, V)."""
         if self.rows is not None or self.time_first:
-            return False
+            return ""
         with eval_mode(model), plain_kernels():
             output = self._output(model, ids)
-        return has_flat_logits(output, ids)
+        return other_shape(output, ids)
 
     def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
         """Return the logits for ids (B, T), or (T,) if `rows` is 0."""

@@ -32,7 +32,7 @@ from compat.ops import Affine, WeightNorm
 
 CUTS = frozenset("slice select index".split())
 # Operations that compute one vector from those of all positions, and what they compute.
-POOLS = {"mean": "mean", "sum": "sum", "amax": "maximum"}
+POOLS = {"mean": "mean", "sum": "sum", "amax": "maximum", "max": "maximum"}
 SOFTMAXES = frozenset("softmax _softmax log_softmax _log_softmax".split())
 WEIGHT_NORMS = frozenset({"_weight_norm", "_weight_norm_interface"})  # the second returns ‖v‖ too
 ARITHMETIC = frozenset("add sub rsub mul div neg".split())
@@ -71,8 +71,10 @@ def keep_every_position(graph: Graph) -> Node | None:
         above = tensor_inputs(node)[0]
         drops = kind(node) in CUTS or (kind(node) in POOLS and graph.shape[1] not in size(node))
         if drops and graph.shape[1] in size(above):
-            for user in list(node.users):
-                user.replace_input_with(node, above)
+            results = [node] if size(node) else list(node.users)  # `max` returns indices too
+            for result in results:
+                for user in list(result.users):
+                    user.replace_input_with(result, above)
             while kind(graph.output) in MOVES | CUTS:  # they expect the shape of one position
                 graph.output = tensor_inputs(graph.output)[0]
             graph.invalidate()
