@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -91,7 +91,6 @@ def compare(
     Raises:
         ParityError: at a tap, the shape differs from the reference's.
     """
-    taps = list(accumulated)
     for tap, ours in [*accumulated.items(), *(local or {}).items()]:
         if ours.shape != reference[tap].shape:
             raise ParityError(
@@ -99,24 +98,26 @@ def compare(
                 f"{list(reference[tap].shape)}. Name the module that computes this hidden state, "
                 "with `item` or `part` if it returns several."
             )
-    exact_local = exact_local or {}
-    measured = {
-        tap: _measure(ours, reference[tap], None if exact is None else exact[tap])
-        for tap, ours in accumulated.items()
-    }
     if exact is None:
-        tolerances = _tolerances_without_float64(reference, taps)
+        judged = {
+            tap: difference(ours, reference[tap], None, None) for tap, ours in accumulated.items()
+        }
+        tolerances = _tolerances_without_float64(reference, accumulated)
     else:
-        tolerances = _tolerances_with_float64(reference, measured)
+        judged = dict(
+            compare_accumulated(
+                (tap, ours, reference[tap], exact[tap]) for tap, ours in accumulated.items()
+            )
+        )
+        tolerances = {tap: rounding(reference[tap].dtype) for tap in accumulated}
+    if local is None:
+        return [TapResult(tap, found, None) for tap, found in judged.items()]
+    true = exact_local or {}
     return [
         TapResult(
-            tap,
-            measured[tap].judged(accumulated_tolerance),
-            None
-            if local is None
-            else difference(local[tap], reference[tap], exact_local.get(tap), local_tolerance),
+            tap, found, difference(local[tap], reference[tap], true.get(tap), tolerances[tap])
         )
-        for tap, (accumulated_tolerance, local_tolerance) in tolerances.items()
+        for tap, found in judged.items()
     ]
 
 
@@ -124,6 +125,9 @@ def compare_accumulated(
     tensors: Iterable[tuple[str, Tensor, Tensor, Tensor]],
 ) -> Iterator[tuple[str, Difference]]:
     """Compare tensors against float64, in the order in which they are computed.
+
+    With few values, as in a text of one token, the reference's error may by chance be smaller than
+    rounding, or smaller at one tensor than at those before it.
 
     Args:
         tensors: tuples of a name, the model's tensor, the reference's, and the reference's in
@@ -232,41 +236,24 @@ def _sum_of_squares(x: Tensor) -> float:
     return torch.dot(x, x).item()
 
 
-def _tolerances_with_float64(
-    reference: Mapping[str, Tensor], measured: Mapping[str, _Measured]
-) -> dict[str, tuple[float | None, float]]:
-    """Return the tolerances of the accumulated and of the local error at every tap.
-
-    With few values, as in a text of one token, the reference's error may by chance be smaller than
-    rounding, or smaller at one tap than at the taps before it.
-    """
-    tolerances: dict[str, tuple[float | None, float]] = {}
-    accumulated = 0.0
-    for tap, found in measured.items():
-        local = rounding(reference[tap].dtype)
-        accumulated = max(accumulated, local, found.reference_relative)
-        tolerances[tap] = accumulated, local
-    return tolerances
-
-
 def rounding(dtype: torch.dtype) -> float:
     """Return the relative error of rounding to a data type, a quarter epsilon, or float32 sums."""
     return torch.finfo(dtype).eps / 4 + torch.finfo(torch.float32).eps
 
 
 def _tolerances_without_float64(
-    reference: Mapping[str, Tensor], taps: Sequence[str]
-) -> dict[str, tuple[float | None, float]]:
-    """Return the same without a float64 run, where the accumulated error is not judged.
+    reference: Mapping[str, Tensor], taps: Iterable[str]
+) -> dict[str, float]:
+    """Return the tolerance of the local error at every tap.
 
     A model with few taps has long pieces, in which the errors of several of the reference's pieces
     add up.
     """
-    tolerances: dict[str, tuple[float | None, float]] = {}
+    tolerances: dict[str, float] = {}
     order, previous = {tap: place for place, tap in enumerate(reference)}, -1
     for tap in taps:
         roundings = PIECE_ROUNDINGS * (order[tap] - previous) ** 0.5
-        tolerances[tap] = None, roundings * torch.finfo(reference[tap].dtype).eps
+        tolerances[tap] = roundings * torch.finfo(reference[tap].dtype).eps
         previous = order[tap]
     return tolerances
 
