@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from compat.checkpoint.safetensors_file import tensor_bytes
 from compat.config import HALF, GPT2Config, dtype_name
 from compat.errors import ParityError, listed, short_repr
 from compat.golden_files.pieces import split_name
-from compat.parity.transformers_gpt2 import VERSION
+from compat.parity.transformers_gpt2 import translation_notes, versions
 from compat.tap import BLOCK_TAPS, tap_names
 
 FORMAT, FORMAT_VERSION = "gpt2-compat golden", 1
@@ -110,7 +108,6 @@ def metadata_of(
     dtype: torch.dtype,
     shape: tuple[int, int],
     taps: Iterable[str],
-    notes: list[str],
 ) -> dict[str, Any]:
     """Return the metadata for the header of a golden file."""
     name = dtype_name(dtype)
@@ -134,11 +131,6 @@ def metadata_of(
             }
             for tap in taps
         },
-        "notes": notes,
-        "versions": {
-            "compat": version("gpt2-compat"),
-            "torch": torch.__version__,
-            "transformers": VERSION,
-            "python": platform.python_version(),
-        },
+        "notes": translation_notes(checkpoint),
+        "versions": versions(),
     }

@@ -20,12 +20,7 @@ from compat.config import HALF, as_dtype, dtype_name
 from compat.errors import ParityError, short_repr
 from compat.golden_files.arrays import Array, Arrays, Shapes, Write, writable, writing
 from compat.golden_files.backward import gradients
-from compat.golden_files.bounds import (
-    Bound,
-    Calibration,
-    error,
-    plain_sum_error,
-)
+from compat.golden_files.bounds import Bound, Calibration, error, plain_sum_error
 from compat.golden_files.contents import (
     BOUND,
     COLUMNS,
@@ -172,8 +167,7 @@ class _Recording:
     def write(self, path: Path | None) -> Golden:
         shapes = self.shapes()
         B, T = self.ids.shape
-        notes = transformers_gpt2.translation_notes(self.checkpoint)
-        metadata = metadata_of(self.checkpoint, self.dtype, (B, T), self.selected, notes)
+        metadata = metadata_of(self.checkpoint, self.dtype, (B, T), self.selected)
         arrays: Arrays = {}
         with ExitStack() as stack:
             if path is not None:

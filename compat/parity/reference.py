@@ -8,12 +8,10 @@ agree with them.
 from __future__ import annotations
 
 import math
-import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Literal
 
 import numpy as np
@@ -241,12 +239,7 @@ class Reference:
             calibrated=self.calibrate,
             training=training,
             taps=results,
-            versions={
-                "compat": version("gpt2-compat"),
-                "torch": torch.__version__,
-                "transformers": self._hf.VERSION,
-                "python": platform.python_version(),
-            },
+            versions=self._hf.versions(),
             logits=proof,
             notes=self._hf.translation_notes(self.checkpoint),
             gradients=gradients,

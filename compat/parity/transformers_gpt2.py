@@ -6,10 +6,12 @@ This is the only file that imports `transformers`.
 from __future__ import annotations
 
 import copy
+import platform
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
@@ -18,16 +20,11 @@ from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.foreign import HUGGING_FACE
-from compat.checkpoint.layout import saved_name
+from compat.checkpoint.layout import WEIGHT_FILES, saved_name
 from compat.errors import ParityError, listed
 from compat.tap import Tap, expand_taps
 
-VERSION: str = transformers.__version__
 Attention = Literal["eager", "sdpa"]
-
-# The weights files that transformers looks for in a folder.
-SAFE_FILES = ("model.safetensors", "model.safetensors.index.json")
-BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 TAPS = (
     Tap("embed", "transformer.h.0", at="input"),
@@ -51,6 +48,16 @@ TAPS = (
 # `from_pretrained` replaces methods of transformers' classes while it runs and restores what it
 # found. Two calls at the same time would leave a method replaced permanently.
 loading = threading.Lock()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the programs that a comparison depends on."""
+    return {
+        "compat": version("gpt2-compat"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def taps(n_layer: int, attention: Attention) -> list[Tap]:
@@ -192,7 +199,7 @@ def translation_notes(checkpoint: Checkpoint) -> list[str]:
 
 def _is_readable(checkpoint: Checkpoint) -> bool:
     """Return whether transformers finds and understands the weights file in its folder."""
-    return checkpoint.kind == HUGGING_FACE and checkpoint.weights.name in (SAFE_FILES + BIN_FILES)
+    return checkpoint.kind == HUGGING_FACE and checkpoint.weights.name in WEIGHT_FILES
 
 
 def _weights_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -201,7 +208,7 @@ def _weights_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
     Tensors of a file that transformers does not read are passed as compat read them.
     """
     if _is_readable(checkpoint):
-        safe = checkpoint.weights.name in SAFE_FILES
+        safe = checkpoint.weights.name.startswith("model.safetensors")
         return {"pretrained_model_name_or_path": checkpoint.folder, "use_safetensors": safe}
     if checkpoint.kind == HUGGING_FACE:
         config = transformers.GPT2Config.from_pretrained(checkpoint.folder)
