@@ -6,13 +6,13 @@ There are two drawings: the error at every tap on a log scale, and a heat map of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from compat.parity import Difference, TapResult
-from compat.summary import KINDS, Kind, layer_of, number
+from compat.summary import Kind, layer_of, number
 
 SMALLEST, LARGEST = -12, 12  # decades; values outside are drawn at the edge
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -43,19 +43,9 @@ LEVELS = {
 FAILING = {"c-over", "c-far", "c-most", "c-nan"}
 
 
-def has(result: TapResult, kind: Kind) -> bool:
-    """Return whether a difference of this kind was measured; a local one needs a separate piece."""
-    return kind == "accumulated" or result.local is not None
-
-
-def measured(result: TapResult, kind: Kind) -> Difference:
-    found = result.accumulated if kind == "accumulated" else result.local
-    assert found is not None
-    return found
-
-
-def all_measured(results: Sequence[TapResult]) -> list[Difference]:
-    return [measured(result, kind) for kind in KINDS for result in results if has(result, kind)]
+def differences(results: Sequence[TapResult], kind: Kind) -> dict[str, Difference]:
+    """Return the differences of one kind by tap; a local one needs a separate piece."""
+    return {r.tap: found for r in results if (found := getattr(r, kind)) is not None}
 
 
 @dataclass(frozen=True)
@@ -63,31 +53,29 @@ class Group:
     """The taps of one block, or one tap outside the blocks, between `x` and `x + width`."""
 
     layer: str
-    results: list[TapResult]
+    taps: list[str]
     x: float
     width: float
 
     @property
     def is_block(self) -> bool:
-        return self.results[0].tap != self.layer
+        return self.taps[0] != self.layer
 
     @property
     def step(self) -> float:
-        return self.width / len(self.results)
+        return self.width / len(self.taps)
 
 
-def place_groups(
-    results: Sequence[TapResult], x: float, width: float, single: float
-) -> list[Group]:
+def place_groups(taps: Collection[str], x: float, width: float, single: float) -> list[Group]:
     """Divide the width in execution order; a tap outside the blocks gets `single` of it."""
-    found = [(layer, list(group)) for layer, group in groupby(results, lambda r: layer_of(r.tap))]
-    blocks = sum(len(group) for layer, group in found if group[0].tap != layer)
-    singles = sum(group[0].tap == layer for layer, group in found)
+    blocks = sum(layer_of(tap) != tap for tap in taps)
+    singles = len(taps) - blocks
     single = single if blocks else width / max(singles, 1)
     step = (width - singles * single) / max(blocks, 1)
     groups = []
-    for layer, group in found:
-        used = single if group[0].tap == layer else step * len(group)
+    for layer, found in groupby(taps, layer_of):
+        group = list(found)
+        used = single if group == [layer] else step * len(group)
         groups.append(Group(layer, group, x, used))
         x += used
     return groups
@@ -138,26 +126,23 @@ class LogScale:
         return [(f"10{str(n).translate(SUPERSCRIPT)}", self.y(10.0**n)) for n in decades]
 
 
-def error_scale(results: Sequence[TapResult]) -> LogScale:
+def error_scale(found: Sequence[Difference]) -> LogScale:
     """Return one scale for both charts, so that they can be compared."""
-    found = all_measured(results)
     errors = [d.error for d in found if not d.bit_identical]
     return LogScale.around([*errors, *(d.bound for d in found if d.bound)])
 
 
-def error_chart(results: Sequence[TapResult], kind: Kind, scale: LogScale) -> dict[str, Any]:
+def error_chart(found: Mapping[str, Difference], kind: Kind, scale: LogScale) -> dict[str, Any]:
     """Draw one column for each tap, with a mark at its error, over a band up to its bound."""
-    results = [result for result in results if has(result, kind)]
-    groups = place_groups(results, LEFT, WIDTH - LEFT - RIGHT, single=56)
-    found = [measured(result, kind) for result in results]
+    groups = place_groups(found, LEFT, WIDTH - LEFT - RIGHT, single=56)
     axis = [*scale.ticks(), ("identical", IDENTICAL)]
-    if not all(math.isfinite(d.error) for d in found):
+    if not all(math.isfinite(d.error) for d in found.values()):
         axis.append(("NaN, ∞", INFINITE))
     columns, dots, crosses, first = [], [], [], None
     for group in groups:
-        for i, result in enumerate(group.results):
-            d, x = measured(result, kind), group.x + i * group.step
-            columns.append((x, group.step, describe(result.tap, kind, d)))
+        for i, tap in enumerate(group.taps):
+            d, x = found[tap], group.x + i * group.step
+            columns.append((x, group.step, describe(tap, kind, d)))
             middle, y, r = x + group.step / 2, _height(d, scale), 3.2 if group.step > 4 else 1.8
             if d.within:
                 style = "same" if d.bit_identical else "free" if d.bound is None else "pass"
@@ -165,14 +150,15 @@ def error_chart(results: Sequence[TapResult], kind: Kind, scale: LogScale) -> di
                 continue
             crosses.append(_cross(middle, y, r + 0.8))
             if first is None:
-                room = 4.0 * len(result.tap)  # half of the name's width
-                first = (result.tap, min(middle, WIDTH - room), y - 9)
-    identical, failed = sum(d.bit_identical for d in found), sum(not d.within for d in found)
+                room = 4.0 * len(tap)  # half of the name's width
+                first = (tap, min(middle, WIDTH - room), y - 9)
+    identical = sum(d.bit_identical for d in found.values())
+    failed = sum(not d.within for d in found.values())
     return {
         "label": f"Chart of the {kind} error at {len(found)} taps: {identical} bit-identical, "
         f"{failed} out of bounds",
         "stripes": [(group.x, group.width) for group in groups[::2]],
-        "band": _band(groups, kind, scale),
+        "band": _band(groups, found, scale),
         "axis": axis,
         "columns": columns,
         "dots": dots,
@@ -199,12 +185,14 @@ def _height(found: Difference, scale: LogScale) -> float:
     return scale.y(found.error) if math.isfinite(found.error) else INFINITE
 
 
-def _band(groups: Sequence[Group], kind: Kind, scale: LogScale) -> tuple[str, str] | None:
+def _band(
+    groups: Sequence[Group], found: Mapping[str, Difference], scale: LogScale
+) -> tuple[str, str] | None:
     """Return paths of the area below the bounds and of its upper edge, or None if not judged."""
     steps = []
     for group in groups:
-        for i, result in enumerate(group.results):
-            bound = measured(result, kind).bound
+        for i, tap in enumerate(group.taps):
+            bound = found[tap].bound
             if bound is None:
                 return None
             y = FLOOR if math.isnan(bound) else scale.y(bound)
@@ -213,24 +201,23 @@ def _band(groups: Sequence[Group], kind: Kind, scale: LogScale) -> tuple[str, st
     return f"M{LEFT} {FLOOR}{''.join(steps)}V{FLOOR}Z", f"M{LEFT} {start}{''.join(steps)}"
 
 
-def heat_map(results: Sequence[TapResult], kind: Kind) -> dict[str, Any]:
+def heat_map(found: Mapping[str, Difference], kind: Kind) -> dict[str, Any]:
     """Draw layers from left to right, taps from top to bottom. Taps outside blocks are columns."""
-    results = [result for result in results if has(result, kind)]
-    groups = place_groups(results, MAP_LEFT, MAP_WIDTH - MAP_LEFT, single=60)
-    taps = [r.tap.rpartition(".")[2] for g in groups if g.is_block for r in g.results]
-    rows = {name: i for i, name in enumerate(dict.fromkeys(taps))}
+    groups = place_groups(found, MAP_LEFT, MAP_WIDTH - MAP_LEFT, single=60)
+    names = [tap.rpartition(".")[2] for group in groups if group.is_block for tap in group.taps]
+    rows = {name: i for i, name in enumerate(dict.fromkeys(names))}
     height = ROW * max(len(rows), 3)
     cells = []
     for group in groups:
-        for result in group.results:
-            d = measured(result, kind)
-            title = describe(result.tap, kind, d)
+        for tap in group.taps:
+            d = found[tap]
+            title = describe(tap, kind, d)
             if group.is_block:
-                y = ROW * rows[result.tap.rpartition(".")[2]]
+                y = ROW * rows[tap.rpartition(".")[2]]
                 cells.append(cell(group.x, y, group.width, ROW, level(d), title))
             else:
                 cells.append(cell(group.x + 3, 0, group.width - 6, height, level(d), title))
-    out = [result.tap for result in results if not measured(result, kind).within]
+    out = [tap for tap, d in found.items() if not d.within]
     verdict = f"{len(out)} out of bounds, first {out[0]}" if out else "all pass"
     return {
         "label": f"Heat map of the {kind} error by tap and layer: {verdict}",

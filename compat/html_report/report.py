@@ -226,11 +226,11 @@ def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[st
     golden = isinstance(report, GoldenReport)
     # Gradients are in the tables only: the drawings follow the forward pass.
     taps = [tap for tap in report.taps if not tap.tap.startswith("grad.")]
-    found = drawings.all_measured(taps)
+    found = {kind: each for kind in KINDS if (each := drawings.differences(taps, kind))}
+    every = [difference for each in found.values() for difference in each.values()]
     titles = GOLDEN_TITLES if golden else KIND_TITLES
     judged = CALIBRATED if report.calibrated else UNCALIBRATED
-    scale = drawings.error_scale(taps)
-    drawn = [kind for kind in KINDS if any(drawings.has(result, kind) for result in taps)]
+    scale = drawings.error_scale(every)
     reach = [sensitivity(report), *limits(report), *report.notes]
     return {
         "heading": heading,
@@ -240,10 +240,14 @@ def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[st
         "reach": [line for line in reach if line is not None],
         "drawn": GOLDEN if golden else judged,
         "ratio_note": GOLDEN_RATIO if golden else RATIO,
-        "mark_legend": drawings.mark_legend(found),
-        "charts": [(titles[kind], drawings.error_chart(taps, kind, scale)) for kind in drawn],
-        "cell_legend": drawings.cell_legend(found),
-        "maps": [(kind.capitalize(), drawings.heat_map(taps, kind)) for kind in drawn],
+        "mark_legend": drawings.mark_legend(every),
+        "charts": [
+            (titles[kind], drawings.error_chart(each, kind, scale)) for kind, each in found.items()
+        ],
+        "cell_legend": drawings.cell_legend(every),
+        "maps": [
+            (kind.capitalize(), drawings.heat_map(each, kind)) for kind, each in found.items()
+        ],
         "layer_columns": LAYER_COLUMNS,
         "layer_rows": [_layer_row(layer) for layer in layers(report.taps)],
         "gradient_columns": [name.removeprefix(">") for name in GRADIENT_COLUMNS],
@@ -258,7 +262,7 @@ def _parity_facts(report: ParityReport) -> list[tuple[str, str]]:
     B, T = report.input_shape
     total, what = f"{len(report.taps):,}", "Arrays" if isinstance(report, GoldenReport) else "Taps"
     identical = [
-        sum(drawings.measured(r, kind).bit_identical for r in report.taps if drawings.has(r, kind))
+        sum(found.bit_identical for found in drawings.differences(report.taps, kind).values())
         for kind in KINDS
     ]
     facts = [
