@@ -177,22 +177,21 @@ class Backward:
         """Return a copy in which these pieces are replaced."""
         return replace(self, pieces={**self.pieces, **pieces})
 
-    def gradient(self, name: str) -> Tensor:
+    def gradient(self, name: str, only: Tensor | None = None) -> Tensor:
         """Return the gradient at a tap or of a parameter, which is the sum of all shares.
-
-        Raises:
-            MissingWeightError, KeyError: a weight, a tap or a gradient is not available.
-        """
-        return causal_part(name, torch.stack(list(self.shares(name).values())).sum(0))
-
-    def shares(self, name: str, only: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the share of each reader in the gradient at a tap or of a parameter.
 
         Args:
             name: the name of the tap or parameter.
             only: a mask (B, T) of the tokens whose gradients at the readers are used; by default
                 all.
+
+        Raises:
+            MissingWeightError, KeyError: a weight, a tap or a gradient is not available.
         """
+        return causal_part(name, torch.stack(list(self.shares(name, only).values())).sum(0))
+
+    def shares(self, name: str, only: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the share of each reader in the gradient, see `gradient`."""
         return {
             reader: self._share(name, reader, only)
             for reader in readers_of(name, self.weights.config)

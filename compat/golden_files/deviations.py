@@ -391,21 +391,19 @@ def attention_patterns(s: Situation) -> Iterator[Hypothesis]:
     if not config.scale_attn_by_inverse_layer_idx:
         by_layer = GPT2["probs"].with_config(scale_attn_by_inverse_layer_idx=True)
         yield one("inverse_layer_scale", {"probs": by_layer})
-    for allowed in _distinct(masks):
+    for allowed in {mask.numpy().tobytes(): mask for mask in masks}.values():  # distinct masks
         for scale in dict.fromkeys(scales):
             for axis, after in ((-1, False), (-1, True), (-2, False), (-3, False)):
                 formula = AttentionFormula(allowed, scale, axis, after)
                 codes = _codes_of(formula, usual, s.weights)
                 # Without q and k, only one deviation at a time is tried.
                 if codes and (s.inputs or len(codes) == 1):
-                    yield Hypothesis(codes, {"probs": pattern(by_formula(formula))})
+                    yield Hypothesis(codes, {"probs": pattern(_by_formula(formula))})
                     if not allowed.any(-1).all():  # some query attends to no key
-                        blind = pattern(by_formula(formula, blind=0.0))
+                        blind = pattern(_by_formula(formula, blind_to_zero=True))
                         yield Hypothesis(codes, {"probs": blind})
-    # An additional key with the score 0.
-    plus_one = pattern(lambda x, usual: F.pad(masked(x, usual), (1, 0)).softmax(-1)[..., 1:])
-    found = "1 is added to the sum of exponentials"
-    yield one("other_softmax", {"probs": plus_one}, found=found)
+    plus_one = {"probs": pattern(with_formula(plus_one=True))}
+    yield one("other_softmax", plus_one, found="1 is added to the sum of exponentials")
     for index, values in _shared_heads(config):
         shared = pattern(split_k=partial(_selected, index))
         yield one("grouped_query_attention", {"probs": shared}, UNSHARED, **values)
@@ -421,39 +419,25 @@ def attention_patterns(s: Situation) -> Iterator[Hypothesis]:
         unsplit = pattern(split_q=split_q, split_k=split_k)
         yield one("no_head_split_transpose", {"probs": unsplit})
     for value in dict.fromkeys(mask_values):
-        for softmax in (_with_hidden_set, _with_hidden_lowered):
-            soft = pattern(partial(softmax, value))
-            yield one("mask_value", {"probs": soft}, found=value)
+        for softmax in (with_formula(hidden=value), partial(_with_hidden_lowered, value)):
+            yield one("mask_value", {"probs": pattern(softmax)}, found=value)
 
 
-def _distinct(masks: list[Tensor]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for mask in masks:
-        if not any(torch.equal(mask, other) for other in found):
-            found.append(mask)
-    return found
+def with_formula(**changes: Any) -> Softmax:
+    """Return a softmax by GPT-2's formula with changes of its fields."""
+    return lambda scores, usual: replace(usual, **changes).probabilities(scores)
 
 
-def by_formula(formula: AttentionFormula, blind: float | None = None) -> Softmax:
-    """Return a softmax by a formula; a query without keys has the probability `blind` for all."""
+def _by_formula(formula: AttentionFormula, blind_to_zero: bool = False) -> Softmax:
+    """Return a softmax by a formula, optionally with zeros for queries that attend to no key."""
 
     def softmax(scores: Tensor, usual: AttentionFormula) -> Tensor:
         T = scores.shape[-1]
-        sized = replace(formula, allowed=formula.allowed[:T, :T])
-        probs = sized.probabilities(scores)
-        without = ~sized.allowed.any(-1, keepdim=True)
-        return probs if blind is None else probs.masked_fill(without, blind)
+        allowed = formula.allowed[:T, :T]
+        probs = replace(formula, allowed=allowed).probabilities(scores)
+        return probs.masked_fill(~allowed.any(-1, keepdim=True), 0) if blind_to_zero else probs
 
     return softmax
-
-
-def masked(scores: Tensor, usual: AttentionFormula) -> Tensor:
-    """Apply GPT-2's scale, and set the scores of later keys to −∞."""
-    return (scores * usual.scale).masked_fill(~usual.allowed, -math.inf)
-
-
-def _with_hidden_set(value: float, scores: Tensor, usual: AttentionFormula) -> Tensor:
-    return torch.where(usual.allowed, scores * usual.scale, value).softmax(-1)
 
 
 def _with_hidden_lowered(value: float, scores: Tensor, usual: AttentionFormula) -> Tensor:
@@ -562,17 +546,15 @@ def heads(s: Situation) -> Iterator[Hypothesis]:
     def mixed(heads: Tensor) -> Tensor:
         return heads.permute(0, 2, 3, 1).flatten(2)
 
-    def of_queries(w: Weights, i: int, probs: Tensor, v: Tensor) -> Tensor:
-        return GPT2["heads"].run(w, i, probs.mT, v)
-
     yield one("no_head_merge_transpose", {"heads": context(merge=unmerged)})
     yield one("no_head_split_transpose", {"heads": context(_unsplit)})
     unsplit = pattern(split_q=_unsplit, split_k=_unsplit)
     yield one("no_head_split_transpose", together(unsplit, context(_unsplit)))
     both: Codes = [("no_head_split_transpose", {}), ("no_head_merge_transpose", {})]
     yield Hypothesis(both, together(unsplit, context(_unsplit, unmerged)))
-    fix, transposed = "heads = probs @ v", Piece(("probs", "v"), of_queries)
-    yield one("shared_kv", {"heads": GPT2["heads"].of("probs", "k")}, fix)
+    fix, usual = "heads = probs @ v", GPT2["heads"]
+    transposed = Piece(usual.inputs, lambda w, i, probs, v: usual.run(w, i, probs.mT, v))
+    yield one("shared_kv", {"heads": usual.of("probs", "k")}, fix)
     yield one("softmax_dim", {"heads": transposed}, fix, found="the queries")
     for index, values in _shared_heads(config):
         shared = context(partial(_selected, index))
@@ -584,7 +566,7 @@ def heads(s: Situation) -> Iterator[Hypothesis]:
     for shift, where in NEIGHBOURS:
         found = f"each token's values come from the token {where} it"
         yield one("time_shift", {"heads": context(partial(_moved, shift))}, found=found)
-    whole = together(GPT2["probs"], GPT2["heads"])["heads"]
+    whole = together(GPT2["probs"], usual)["heads"]
     for n_head in (1, 2, 4, 6, 8, 12, 16, 20, 25, 32):
         if n_head != config.n_head and config.n_embd % n_head == 0:
             other = {"heads": whole.with_config(n_head=n_head)}
@@ -1044,17 +1026,17 @@ def measured_patterns(s: Situation) -> Iterator[Hypothesis]:
         found = listed([str(j) for j in hidden]) or "later tokens too"
 
         def by_row(scores: Tensor, usual: AttentionFormula) -> Tensor:
-            rows = (scores * usual.scale).masked_fill(~seen, torch.finfo(scores.dtype).min)
-            return rows.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
+            probs = replace(usual, allowed=seen).probabilities(scores)
+            return probs.masked_fill(~seen.any(-1, keepdim=True), 0)
 
         values: Values = {"row": b, "token": t, "found": found}
         yield one("padding_mask", {"probs": pattern(by_row)}, **values)
     bias = _bias_by_distance(s.found, scores)  # (H, T)
     T = bias.shape[-1]
     distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)  # (T, T)
-
-    biased = pattern(lambda x, usual: (masked(x, usual) + bias[:, distance]).softmax(-1))
-    yield one("position_bias", {"probs": biased}, found=described_bias(bias[:, distance]))
+    bias = bias[:, distance]  # (H, T, T)
+    biased = pattern(with_formula(bias=bias))
+    yield one("position_bias", {"probs": biased}, found=described_bias(bias))
 
 
 def _bias_by_distance(probs: Tensor, scores: Tensor) -> Tensor:

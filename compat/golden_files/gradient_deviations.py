@@ -20,7 +20,7 @@ from compat.golden_files.backward import Backward, Loss, next_token_loss, reader
 from compat.golden_files.bounds import fitted_factor
 from compat.golden_files.codes import CODES, MESSAGES
 from compat.golden_files.contents import LOSS
-from compat.golden_files.deviations import NORMS, Proposal, Situation, hypotheses, masked
+from compat.golden_files.deviations import NORMS, Proposal, Situation, hypotheses
 from compat.golden_files.pieces import Pieces, labelled_inputs, normed, pattern, split_name
 from compat.tap import tap_names
 
@@ -159,7 +159,7 @@ def _gradients_of_some_tokens(wrong: WrongGradient) -> Iterator[Proposal]:
     ):
         only = torch.zeros(B, T, dtype=torch.float64)
         only[b, t] = 1
-        value = torch.stack(list(wrong.backward.shares(wrong.name, only).values())).sum(0)
+        value = wrong.backward.gradient(wrong.name, only)
         yield Proposal("partial_gradient", value, {"found": words, "tensors": wrong.name})
 
 
@@ -188,7 +188,7 @@ def _typed_derivatives(wrong: WrongGradient) -> Iterator[Proposal]:
 
 
 def _other_functions(wrong: WrongGradient) -> Iterator[Proposal]:
-    for text, pieces in _other_pieces(wrong.backward, wrong.name):
+    for text, pieces in _other_pieces(wrong):
         with suppress(LookupError, RuntimeError):  # for example mismatched shapes
             value = wrong.backward.of(pieces).gradient(wrong.name)
             yield Proposal("wrong_backward", value, {"found": text, "tensors": wrong.name})
@@ -230,12 +230,12 @@ def _cause(factor: float, name: str, B: int, T: int, D: int) -> str:
     return ", as with gradient clipping or loss scaling"
 
 
-def _other_pieces(backward: Backward, name: str) -> Iterator[tuple[str, Pieces]]:
+def _other_pieces(wrong: WrongGradient) -> Iterator[tuple[str, Pieces]]:
     """Yield pieces whose derivative may have been used instead, with a description."""
-    config = backward.weights.config
-    kinds = [split_name(reader)[1] for reader in readers_of(name, config) if reader != LOSS]
-    if name not in tap_names(config.n_layer):  # the gradient arrives through later pieces too
-        kinds += [split_name(r)[1] for k in kinds for r in _later(k, config.n_layer)]
+    backward, config = wrong.backward, wrong.backward.weights.config
+    kinds = [split_name(reader)[1] for reader in readers_of(wrong.name, config) if reader != LOSS]
+    if wrong.is_parameter:  # the gradient arrives through later pieces too
+        kinds += [later for kind in kinds for later in _later(kind)]
     norms, eps = [kind for kind in NORMS if kind in kinds], config.layer_norm_epsilon
     for text, constants in (
         ("the norm's mean and variance are treated as constants", (True, True)),
@@ -248,7 +248,7 @@ def _other_pieces(backward: Backward, name: str) -> Iterator[tuple[str, Pieces]]
     if "probs" in kinds:
         text = "the softmax's denominator is treated as a constant"
         yield text, {"probs": pattern(_softmax)}
-    layer = split_name(name)[0] if name in tap_names(config.n_layer) else 0
+    layer = 0 if wrong.is_parameter else split_name(wrong.name)[0]
     for kind in dict.fromkeys(kinds):
         if kind in ("embed", "resid_mid", "out", "logits"):
             continue
@@ -264,10 +264,10 @@ def _other_pieces(backward: Backward, name: str) -> Iterator[tuple[str, Pieces]]
                 yield re.sub(r"\bh\.\d+\.", "", " and ".join(texts)), hypothesis.pieces
 
 
-def _later(kind: str, n_layer: int) -> list[str]:
+def _later(kind: str) -> list[str]:
     """Return the taps between a tap of a block and the output of the block."""
     order = ["ln_1", "q", "probs", "heads", "attn", "resid_mid", "ln_2", "fc", "act", "mlp"]
-    return [f"h.0.{k}" for k in order[order.index(kind) + 1 :]] if kind in order else []
+    return order[order.index(kind) + 1 :] if kind in order else []
 
 
 def _normalized(mean: bool, variance: bool, eps: float, x: Tensor) -> Tensor:
@@ -279,5 +279,5 @@ def _normalized(mean: bool, variance: bool, eps: float, x: Tensor) -> Tensor:
 
 def _softmax(scores: Tensor, usual: AttentionFormula) -> Tensor:
     """Compute a softmax with a denominator through which no gradient flows."""
-    scores = masked(scores, usual)
+    scores = (scores * usual.scale).masked_fill(~usual.allowed, -math.inf)
     return (scores - scores.logsumexp(-1, keepdim=True).detach()).exp()

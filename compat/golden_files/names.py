@@ -147,9 +147,9 @@ def recognise(label: str, n_layer: int) -> Iterator[Recognised]:
     prefix = ""
     if GRADIENTS.match(plain):
         prefix, plain = GRADIENT, GRADIENTS.sub("", plain)
-        yield from _recognise_llm_c(plain, prefix)
+        yield from _recognise_llm_c(plain)
     elif plain.startswith("d"):
-        yield from _recognise_llm_c(plain[1:], GRADIENT)
+        yield from _recognise_llm_c(plain[1:])
     plain = CALL.sub("", WRAPPERS.sub("", plain))
     plain = FLAX.sub(".weight", plain) if prefix else plain
     if plain != label:
@@ -167,11 +167,11 @@ def recognise(label: str, n_layer: int) -> Iterator[Recognised]:
             yield Recognised(None)
 
 
-def _recognise_llm_c(name: str, prefix: str) -> Iterator[Recognised]:
+def _recognise_llm_c(name: str) -> Iterator[Recognised]:
     """Recognise a gradient of llm.c, which has the name of its value."""
     for names in (LLM_C.parameters, LLM_C.taps):
         if name in names:
-            yield Recognised(prefix + names[name])
+            yield Recognised(GRADIENT + names[name])
     if name in LLM_C.others:
         yield Recognised(None)
 

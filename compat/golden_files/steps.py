@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from compat.adaptation.diagnosis.attention_formula import AttentionFormula
-from compat.golden_files.deviations import Proposal, Values
+from compat.golden_files.deviations import Proposal, Values, with_formula
 from compat.golden_files.pieces import (
     GPT2,
     Piece,
@@ -72,13 +70,9 @@ def _deviations(w: Weights, T: int, N: int) -> Iterator[tuple[str, Pieces]]:
         ("a step does not attend to the first token", step & (column == 0)),
         ("a step does not attend to the last token of the prompt", step & (column == T - 1)),
     ):  # fmt: skip
-        yield found, {"probs": pattern(partial(_with_mask, usual & (~hidden | own)))}
+        yield found, {"probs": pattern(with_formula(allowed=usual & (~hidden | own)))}
     for token, found in ((0, "the first token"), (T - 1, "the last token of the prompt")):
         yield f"the keys and values of {found} are 0 in the cache", _with_zeros(T, token)
-
-
-def _with_mask(allowed: Tensor, scores: Tensor, usual: AttentionFormula) -> Tensor:
-    return replace(usual, allowed=allowed).probabilities(scores)
 
 
 def _with_zeros(T: int, token: int) -> Pieces:
