@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compat.checkpoint.layout import EMBEDDING, HEAD
+from compat.checkpoint.layout import EMBEDDING, HEAD, expected_shapes
+from compat.config import GPT2Config
 from compat.name_map import NameMap, Row, all_parameters, names_of, sliced
 from compat.parity.compare import compare_accumulated
 from compat.parity.reference import Reference
@@ -21,10 +22,6 @@ from compat.parity.report import GradientResult, GradientsProof
 from compat.user_code import exception_summary
 from compat.validation import check_names, is_dropped
 
-# The tensors in the order of the backward pass, with the layers from the last to the first.
-END = ("lm_head", "ln_f")
-BLOCK = ("mlp.c_proj", "mlp.c_fc", "ln_2", "attn.c_proj", "attn.c_attn", "ln_1")
-BEGIN = ("wpe", "wte")
 SAME = 1e-5  # relative difference of a tensor's gradients that is only rounding
 
 
@@ -86,7 +83,7 @@ def prove_gradients(
         dtype = torch.float64 if exact else reference.dtype
         return _pulled_back(last, rows, parameters, dtype, work)
 
-    tensors = _by_first_row(rows, parameters, config.n_layer)
+    tensors = _by_first_row(rows, parameters, config)
 
     def joined(
         gradients: dict[int, Tensor | None], hf: str, dtype: torch.dtype, last: bool = True
@@ -206,7 +203,7 @@ def _pulled_back(
 
 
 def _by_first_row(
-    rows: Sequence[Row], parameters: Mapping[str, Tensor], n_layer: int
+    rows: Sequence[Row], parameters: Mapping[str, Tensor], config: GPT2Config
 ) -> dict[str, list[str]]:
     """Group parameters by tensor, each parameter once, in the order of the backward pass."""
     seen: set[int] = set()
@@ -216,6 +213,6 @@ def _by_first_row(
             if id(parameters[name]) not in seen:
                 seen.add(id(parameters[name]))
                 found.setdefault(row.hf, []).append(name)
-    layers = [f"h.{i}.{name}" for i in reversed(range(n_layer)) for name in BLOCK]
-    order = [f"{name}.{kind}" for name in (*END, *layers, *BEGIN) for kind in ("weight", "bias")]
+    modules = dict.fromkeys(hf.rpartition(".")[0] for hf in reversed(expected_shapes(config)))
+    order = [f"{module}.{kind}" for module in modules for kind in ("weight", "bias")]
     return {hf: found[hf] for hf in order if hf in found}
