@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -111,6 +112,7 @@ def tracing(
     _check_modules(name, every, modules)
     if grad and torch.is_inference_mode_enabled():
         raise ParityError("grad=True needs autograd. Leave torch.inference_mode() around the call.")
+    forward = forward or (lambda model, ids: model(ids))
     run = _Traced(model, forward, [tap.name for tap in wanted], _by_name(patch, patched), grad)
     with hook_taps(modules, every, run.at_tap):
         yield run
@@ -122,7 +124,7 @@ class _Traced:
     def __init__(
         self,
         model: nn.Module,
-        forward: Forward | None,
+        forward: Forward,
         wanted: list[str],
         patches: Patch,
         grad: bool,
@@ -143,7 +145,7 @@ class _Traced:
         self.generators, self.draws = random_states(), False
         try:
             with torch.set_grad_enabled(self.grad):
-                _run(lambda ids: (self.forward or _call)(self.model, ids), ids)
+                _run(partial(self.forward, self.model), ids)
         finally:
             self.running = False
         if self.draws or self.generators != random_states():
@@ -221,10 +223,6 @@ class _Traced:
         value = patch(state)
         self.generators = random_states()
         return value
-
-
-def _call(model: nn.Module, ids: Tensor) -> object:
-    return model(ids)
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
