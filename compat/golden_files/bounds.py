@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from compat.config import HALF
-from compat.golden_files.pieces import (
-    PROJECTIONS,
-    Weights,
-    head_name,
-    projection,
-    split_name,
-)
+from compat.golden_files.pieces import PROJECTIONS, Weights, head_name, projection, split_name
 from compat.parity.compare import MAX_ERROR_RATIO, MAX_POSITION_RATIO, rounding
 
 # In half precision, implementations round at different places: some keep a product in float32

@@ -21,14 +21,7 @@ from compat.golden_files.contents import GRADIENT, LOSS
 from compat.golden_files.diagnose import diagnose
 from compat.golden_files.file import CandidateSource, Golden, Rename
 from compat.golden_files.layouts import LAYOUTS
-from compat.golden_files.pieces import (
-    GPT2,
-    MissingWeightError,
-    Weights,
-    cut,
-    run_segment,
-    segment,
-)
+from compat.golden_files.pieces import GPT2, MissingWeightError, Weights, cut, run_segment, segment
 from compat.golden_files.report import GoldenReport
 from compat.parity import Difference, InputResult, LogitsProof, TapResult
 from compat.tap import tap_names

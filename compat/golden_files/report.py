@@ -78,7 +78,6 @@ class GoldenReport(ParityReport):
         """
         return {
             **super().to_json(full=full),
-            "headline": self.headline,
             "recorded": self.recorded,
             "has_logits": self.has_logits,
             "findings": [asdict(finding) for finding in self.findings],
