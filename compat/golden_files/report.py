@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from compat.adaptation.result import Finding
-from compat.parity import ParityReport
+from compat.parity import ParityReport, TapResult
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,17 +35,21 @@ class GoldenReport(ParityReport):
     @property
     def passed(self) -> bool:
         """Whether arrays were compared and all of them are within their bounds."""
-        return bool(self.taps) and all(tap.accumulated.within for tap in self.taps)
+        return bool(self.taps) and not self._wrong
 
     @property
     def first_divergence(self) -> str | None:
         """The first array in execution order that is not within its bounds."""
-        return next((tap.tap for tap in self.taps if not tap.accumulated.within), None)
+        return self._wrong[0].tap if self._wrong else None
+
+    @property
+    def _wrong(self) -> list[TapResult]:
+        return [tap for tap in self.taps if not tap.accumulated.within]
 
     @property
     def headline(self) -> str:
         """The verdict in one sentence."""
-        wrong = [tap for tap in self.taps if not tap.accumulated.within]
+        wrong = self._wrong
         count = f"{len(self.taps) - len(wrong)} of {len(self.taps)} arrays pass"
         if len(self.taps) < self.recorded:
             count += f", and {self.recorded - len(self.taps)} were not compared"

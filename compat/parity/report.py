@@ -259,14 +259,7 @@ class ParityReport(HtmlPage):
         It is "logits" if no tap is, but the logits of another input are, and "gradient of" a tensor
         if all logits are in bounds; None if the check passed.
         """
-        if self._first is not None:
-            return self._first.tap
-        if not self.logits.passed:
-            return "logits"
-        if self.gradients is not None and not self.gradients.passed:
-            failed = self.gradients.failed
-            return f"gradient of {failed[0].tensor}" if failed else "gradients"
-        return None if self.float32 is None else self.float32.first_divergence
+        return self._outcome[0]
 
     @property
     def max_abs_diff(self) -> float:
@@ -283,7 +276,7 @@ class ParityReport(HtmlPage):
     @property
     def headline(self) -> str:
         """The verdict in one sentence, after one about weights that are not the checkpoint's."""
-        return f"{self._other_weights()}{self._verdict()}"
+        return f"{self._other_weights()}{self._outcome[1]}"
 
     def _other_weights(self) -> str:
         if not self.weights:
@@ -298,25 +291,26 @@ class ParityReport(HtmlPage):
             "checkpoint into the model to compare its code alone. With these weights, "
         )
 
-    def _verdict(self) -> str:
-        if self._first is not None:
-            return self._divergence_at(self._first)
+    @property
+    def _outcome(self) -> tuple[str | None, str]:
+        """The first divergence, see `first_divergence`, and the verdict in one sentence."""
+        for result in self.taps:
+            if not result.passed:
+                return result.tap, self._divergence_at(result)
         if self.logits.failed:
-            return self._divergence_on(self.logits.failed[0])
+            return "logits", self._divergence_on(self.logits.failed[0])
         if not self.logits.passed:
-            return f"{self.model_name} was not compared, because no input fits it."
+            return "logits", f"{self.model_name} was not compared, because no input fits it."
         if self.gradients is not None and not self.gradients.passed:
-            return (
+            failed = self.gradients.failed
+            return f"gradient of {failed[0].tensor}" if failed else "gradients", (
                 f"{self.model_name} computes what transformers computes, but trains differently: "
                 f"{self.gradients.headline}{self._training_hint()}"
             )
         if self.float32 is not None and not self.float32.passed:
-            return f"With its parameters in float32, {self.float32.headline}"
-        return self._agreement()
-
-    @property
-    def _first(self) -> TapResult | None:
-        return next((result for result in self.taps if not result.passed), None)
+            text = f"With its parameters in float32, {self.float32.headline}"
+            return self.float32.first_divergence, text
+        return None, self._agreement()
 
     @property
     def _last(self) -> ParityReport:
