@@ -106,14 +106,15 @@ def tracing(
     model = as_module(model)
     patch = {} if patch is None else patch
     _check_patch(patch)
-    wanted, patched = _chosen(model, taps, patch)
     modules, name = dict(model.named_modules(remove_duplicate=False)), type(model).__name__
-    every = list({tap.name: tap for tap in (*wanted, *patched)}.values())
+    wanted, patches = _chosen(model, modules, taps, patch)
+    every = list(dict.fromkeys([*wanted, *patches]))
     _check_modules(name, every, modules)
     if grad and torch.is_inference_mode_enabled():
         raise ParityError("grad=True needs autograd. Leave torch.inference_mode() around the call.")
     forward = forward or (lambda model, ids: model(ids))
-    run = _Traced(model, forward, [tap.name for tap in wanted], _by_name(patch, patched), grad)
+    patch = {tap.name: value for tap, value in patches.items()}
+    run = _Traced(model, forward, [tap.name for tap in wanted], patch, grad)
     with hook_taps(modules, every, run.at_tap):
         yield run
 
@@ -251,16 +252,18 @@ def _unknown_model(model: nn.Module) -> ParityError:
 
 
 def _chosen(
-    model: nn.Module, taps: Iterable[str | Tap] | None, patch: Patch
-) -> tuple[list[Tap], list[Tap]]:
-    """Return the taps to record and those to patch, of every layer."""
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    taps: Iterable[str | Tap] | None,
+    patch: Patch,
+) -> tuple[list[Tap], dict[Tap, Tensor | Callable[[Tensor], Tensor]]]:
+    """Return the taps to record, and the patches by tap, of every layer."""
     taps = [taps] if isinstance(taps, (str, Tap)) else taps
     if taps is not None and not isinstance(taps, Iterable):
         raise ParityError(f"taps is {described(taps)}, but must be names or Taps.")
     chosen = [] if taps is None else list(taps)
     if strange := [tap for tap in chosen if not isinstance(tap, (str, Tap))]:
         raise ParityError(f"taps contains {described(strange[0])}, but must contain names or Taps.")
-    modules = dict(model.named_modules(remove_duplicate=False))
     places = _with_every_layer([tap for tap in chosen if isinstance(tap, Tap)], modules)
     own = _own_taps(model)
     if own is None and not places:
@@ -269,10 +272,12 @@ def _chosen(
     wanted = set(known) if taps is None else {tap.name for tap in places}
     for name in chosen:
         wanted.update(_expanded(name, known, model) if isinstance(name, str) else ())
-    patched = {name for written in patch for name in _expanded(written, known, model)}
+    patches = {name: patch[each] for each in patch for name in _expanded(each, known, model)}
+    # A patch of a single layer takes precedence over one with `{i}`.
+    patches |= {name: patch[name] for name in patches if name in patch}
     return (
         [tap for tap in known.values() if tap.name in wanted],
-        [tap for tap in known.values() if tap.name in patched],
+        {tap: patches[tap.name] for tap in known.values() if tap.name in patches},
     )
 
 
@@ -316,14 +321,6 @@ def _in_any_layer(name: str) -> str:
     """Replace the layer by `{i}`: "h.{i}.act" for "h.3.act"."""
     head, _, rest = name.partition(".")
     return f"h.{{i}}.{rest.partition('.')[2]}" if head == "h" else name
-
-
-def _by_name(patch: Patch, patched: Iterable[Tap]) -> Patch:
-    """Return the patches by full tap names. One of a single layer takes precedence over `{i}`."""
-    return {
-        tap.name: patch[tap.name] if tap.name in patch else patch[_in_any_layer(tap.name)]
-        for tap in patched
-    }
 
 
 class _AllRecorded(Exception):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from compat.checkpoint import Checkpoint
 from compat.export_view import hf_tensors
 from compat.name_map import NameMap
-from compat.parity.compare import rms
+from compat.parity.compare import difference
 from compat.parity.report import WeightDifference
 
 
@@ -26,16 +27,9 @@ def weight_differences(
     for name, held in hf_tensors(model, name_map).items():
         if name in checkpoint.infos:
             ours, stored = held.view(), checkpoint.read(name)
-            if (difference := _difference(name, ours, stored)) is not None:
-                found.append(difference)
-    return sorted(found, key=lambda difference: -difference.rel_rms)
-
-
-def _difference(name: str, ours: Tensor, stored: Tensor) -> WeightDifference | None:
-    part = tuple(slice(n) for n in ours.shape)  # of a model with fewer positions
-    theirs = stored.to(ours.dtype)[part]
-    if ours.shape != theirs.shape or bool((ours == theirs).all()):
-        return None
-    delta, scale = ours.double() - theirs.double(), rms(theirs.double())
-    relative = rms(delta) / scale if scale else float("inf")
-    return WeightDifference(name, delta.abs().max().item(), relative)
+            part = tuple(slice(n) for n in ours.shape)  # of a model with fewer positions
+            theirs = stored.to(ours.dtype)[part]
+            if ours.shape == theirs.shape and not torch.equal(ours, theirs):
+                measured = difference(ours, theirs, None, None)
+                found.append(WeightDifference(name, measured.max_abs, measured.rel_rms))
+    return sorted(found, key=lambda each: -each.rel_rms)
