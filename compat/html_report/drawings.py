@@ -6,7 +6,7 @@ There are two drawings: the error at every tap on a log scale, and a heat map of
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -106,8 +106,10 @@ class LogScale:
     high: int
 
     @classmethod
-    def around(cls, values: Iterable[float]) -> LogScale:
-        """Return whole decades around all values that have a logarithm."""
+    def around(cls, found: Sequence[Difference]) -> LogScale:
+        """Return whole decades around all errors and bounds that have a logarithm."""
+        values = [d.error for d in found if not d.bit_identical]
+        values += [d.bound for d in found if d.bound is not None]
         logs = [math.log10(v) for v in values if v > 0 and math.isfinite(v)] or [-8.0, -6.0]
         low = max(SMALLEST, min(math.floor(min(logs)), LARGEST - 1))
         return cls(low, max(low + 1, min(math.ceil(max(logs)), LARGEST)))
@@ -124,12 +126,6 @@ class LogScale:
         step = -(-(self.high - self.low) // 6)
         decades = range(self.low, self.high + 1, step)
         return [(f"10{str(n).translate(SUPERSCRIPT)}", self.y(10.0**n)) for n in decades]
-
-
-def error_scale(found: Sequence[Difference]) -> LogScale:
-    """Return one scale for both charts, so that they can be compared."""
-    errors = [d.error for d in found if not d.bit_identical]
-    return LogScale.around([*errors, *(d.bound for d in found if d.bound)])
 
 
 def error_chart(found: Mapping[str, Difference], kind: Kind, scale: LogScale) -> dict[str, Any]:

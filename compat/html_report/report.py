@@ -230,7 +230,7 @@ def _parity(report: ParityReport, heading: str, headline: str | None) -> dict[st
     every = [difference for each in found.values() for difference in each.values()]
     titles = GOLDEN_TITLES if golden else KIND_TITLES
     judged = CALIBRATED if report.calibrated else UNCALIBRATED
-    scale = drawings.error_scale(every)
+    scale = drawings.LogScale.around(every)  # one for both charts, so that they can be compared
     reach = [sensitivity(report), *limits(report), *report.notes]
     return {
         "heading": heading,
