@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -40,11 +40,13 @@ class Array:
     """One stored array whose values are only read on demand.
 
     Args:
+        name: its name in the file, or the one under which it was passed.
         shape: the shape of the array.
         dtype: the name of its data type, such as "float32", ">f8" or "BF16".
         load: reads the values.
     """
 
+    name: str
     shape: tuple[int, ...]
     dtype: str
     load: Callable[[], Tensor]
@@ -84,16 +86,16 @@ def as_array(name: str, value: object) -> Array:
         ParityError: the value is not an array, or does not hold numbers.
     """
     if isinstance(value, Array):
-        return value
+        return replace(value, name=name)
     if isinstance(value, Tensor):
         tensor = value.detach()
         dtype = dtype_name(tensor.dtype)
-        return Array(tuple(tensor.shape), dtype, partial(_read_torch, name, tensor))
+        return Array(name, tuple(tensor.shape), dtype, partial(_read_torch, name, tensor))
     if hasattr(value, "__array__") or isinstance(value, (list, tuple, float, int)):
         with _reading(name):
             array = np.asarray(value)
         check_kind(name, array.dtype)
-        return Array(array.shape, str(array.dtype), partial(tensor_of, name, array))
+        return Array(name, array.shape, str(array.dtype), partial(tensor_of, name, array))
     if hasattr(value, "__dlpack__"):
         with _reading(name):
             return as_array(name, from_dlpack(value))
@@ -132,7 +134,7 @@ def _open_safetensors(path: Path) -> Arrays:
             return tensor.clone()
 
     return {
-        name: Array(info.shape, dtype_name(info.dtype), partial(load, name))
+        name: Array(name, info.shape, dtype_name(info.dtype), partial(load, name))
         for name, info in file.infos.items()
     }
 
@@ -144,7 +146,8 @@ def _open_npz(path: Path) -> Arrays:
         found = {}
         for name, member in members.items():
             with archive.open(member) as file:
-                found[name] = _npy(f"{name} in {path}", file, partial(_open_member, path, member))
+                place, reopen = f"{name} in {path}", partial(_open_member, path, member)
+                found[name] = _npy(name, place, file, reopen)
         return found
 
 
@@ -166,7 +169,7 @@ def _open_folder(path: Path) -> Arrays:
         # `h.0/act.npy` and `h/0/act.npy` have the same name as `h.0.act.npy`.
         name = ".".join(file.relative_to(path).with_suffix("").parts)
         with _reading(file), file.open("rb") as opened:
-            found[name] = _npy(str(file), opened, partial(_open_file, file))
+            found[name] = _npy(name, str(file), opened, partial(_open_file, file))
     return found
 
 
@@ -177,19 +180,19 @@ def _check_count(path: Path, count: int) -> None:
         )
 
 
-def _npy(name: str, file: IO[bytes], reopen: Callable[[], IO[bytes]]) -> Array:
-    """Read the header of an array in NumPy's format."""
+def _npy(name: str, place: str, file: IO[bytes], reopen: Callable[[], IO[bytes]]) -> Array:
+    """Read the header of an array in NumPy's format; messages state its place."""
     version = np.lib.format.read_magic(file)
     if version == (1, 0):
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
     else:
         shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
     if dtype.kind not in "SU":  # the metadata of a golden file
-        check_kind(name, dtype)
+        check_kind(place, dtype)
     start, count = file.tell(), int(np.prod(shape, dtype=object))
 
     def load() -> Tensor:
-        with _reading(name), reopen() as again:
+        with _reading(place), reopen() as again:
             again.read(start)
             size = count * dtype.itemsize
             data = again.read(size)
@@ -200,9 +203,9 @@ def _npy(name: str, file: IO[bytes], reopen: Callable[[], IO[bytes]]) -> Array:
             array = np.frombuffer(data, dtype, count).reshape(shape, order="F" if fortran else "C")
             if dtype.kind in "SU":
                 array = np.frombuffer(str(array[()]).encode(), np.uint8)
-            return tensor_of(name, array)
+            return tensor_of(place, array)
 
-    return Array(tuple(shape), str(dtype), load)
+    return Array(name, tuple(shape), str(dtype), load)
 
 
 def describe(array: Array) -> str:

@@ -46,7 +46,6 @@ class Entry:
     """One array of the candidate.
 
     Args:
-        label: its name in the candidate's file.
         array: the stored array.
         layouts: the layouts that its shape allows; empty for a scalar.
         shape: the shape without the padding of a padded vocabulary.
@@ -59,7 +58,6 @@ class Entry:
         chosen: the index of the layout in which the array is read.
     """
 
-    label: str
     array: Array
     layouts: list[Layout]
     shape: tuple[int, ...]
@@ -82,8 +80,8 @@ class Entry:
         tensor = self.array.load()
         if not tensor.is_floating_point():
             raise ParityError(
-                f"{self.label} has {tensor.dtype} values, but must have floating-point values. "
-                "Store it as float32."
+                f"{self.array.name} has {tensor.dtype} values, but must have floating-point "
+                "values. Store it as float32."
             )
         if not self.layouts:
             return tensor.reshape(())
@@ -143,12 +141,15 @@ def as_candidate(
     _check_ids(golden, named)
     entries: dict[str, Entry] = {}
     faults: list[str] = []
-    for golden_name, (label, array) in named.items():
+    for golden_name, array in named.items():
         if golden_name not in (IDS, DECODE_IDS):
             try:
-                held = _entries(golden, golden_name, label, array, notes)
-                faults += [f"{entries[n].label} and {label} both contain {n}" for n in held
-                           if n in entries]  # fmt: skip
+                held = _entries(golden, golden_name, array, notes)
+                faults += [
+                    f"{entries[n].array.name} and {array.name} both contain {n}"
+                    for n in held
+                    if n in entries
+                ]
                 entries |= held
             except ParityError as error:
                 faults.append(str(error))
@@ -178,31 +179,29 @@ def _from_mapping(candidate: Mapping[str, object]) -> Arrays:
     return {name: as_array(name, value) for name, value in candidate.items()}
 
 
-def _named(
-    arrays: Arrays, rename: Rename, golden: Golden, notes: list[str]
-) -> dict[str, tuple[str, Array]]:
-    """Return the arrays by golden name, each with its name in the candidate.
+def _named(arrays: Arrays, rename: Rename, golden: Golden, notes: list[str]) -> Arrays:
+    """Return the arrays by golden name.
 
     Raises:
         ParityError: a name is unknown, or two arrays have the same golden name.
     """
     known, n_layer = _known_names(golden), golden.config.n_layer
-    found: dict[str, tuple[str, Array]] = {}
+    found: Arrays = {}
     unknown: list[tuple[str, str]] = []
-    recognised: dict[str, list[tuple[int, str, Array]]] = {}  # by golden name
+    recognised: dict[str, list[tuple[int, Array]]] = {}  # with their ranks, by golden name
     ignored: list[str] = []
     for label, array in arrays.items():
         name = _new_name(label, rename)
         if name is None or name.startswith((WEIGHT, BOUND)) or name == "metadata":
             continue
         if name.replace("{i}", "0") in known:
-            for own, part, layer in _by_layer(label, array, name, n_layer):
+            for own, part in _by_layer(array, name, n_layer):
                 if own in found:
                     raise ParityError(
-                        f"{found[own][0]} and {part} both stand for {own}. Rename one of them, or "
-                        "ignore it by renaming it to null."
+                        f"{found[own].name} and {part.name} both stand for {own}. Rename one of "
+                        "them, or ignore it by renaming it to null."
                     )
-                found[own] = part, layer
+                found[own] = part
             continue
         # A new name that is not a tap is an error: only original names are recognised.
         readings = recognise(label, n_layer) if name == label else ()
@@ -211,8 +210,8 @@ def _named(
                 ignored.append(label)
                 break
             if reading.golden.replace("{i}", "0") in known:
-                for own, part, layer in _by_layer(label, array, reading.golden, n_layer):
-                    recognised.setdefault(own, []).append((reading.rank, part, layer))
+                for own, part in _by_layer(array, reading.golden, n_layer):
+                    recognised.setdefault(own, []).append((reading.rank, part))
                 break
         else:
             unknown.append((label, name))
@@ -221,8 +220,8 @@ def _named(
     others = _add_recognised(found, recognised)
     if recognised:
         read = [
-            f"{label} as {own}"
-            for own, (label, _) in found.items()
+            f"{array.name} as {own}"
+            for own, array in found.items()
             if own in recognised and (own.startswith("h.0.") or not own.startswith("h."))
         ]
         notes.append(f"names were recognised, such as {listed(read, 2)}")
@@ -233,9 +232,7 @@ def _named(
     return found
 
 
-def _add_recognised(
-    found: dict[str, tuple[str, Array]], recognised: dict[str, list[tuple[int, str, Array]]]
-) -> list[str]:
+def _add_recognised(found: Arrays, recognised: dict[str, list[tuple[int, Array]]]) -> list[str]:
     """Add the arrays whose names were recognised, and return the labels of duplicates."""
     others: list[str] = []
     for own, entries in sorted(recognised.items(), key=lambda item: item[0].endswith(FUSED)):
@@ -243,31 +240,29 @@ def _add_recognised(
         block = own.rpartition(".")[0]
         known = [own, *(f"{block}.{part}" for part in "qkv" if own.endswith(FUSED))]
         if not any(name in found for name in known):
-            _, label, array = entries.pop(0)
-            found[own] = label, array
-        others += [label for _, label, _ in entries]
+            found[own] = entries.pop(0)[1]
+        others += [array.name for _, array in entries]
     return others
 
 
-def _by_layer(
-    label: str, array: Array, name: str, n_layer: int
-) -> Iterator[tuple[str, str, Array]]:
-    """Yield golden name, label and array; one for each layer if the first axis is the layer.
+def _by_layer(array: Array, name: str, n_layer: int) -> Iterator[tuple[str, Array]]:
+    """Yield golden name and array; one for each layer if the first axis is the layer.
 
     Raises:
         ParityError: the first axis has another size than the number of layers.
     """
     if "{i}" not in name:
-        yield name, label, array
+        yield name, array
         return
     if array.shape[:1] != (n_layer,):
         raise ParityError(
-            f"{label} is {describe(array)}, but must have all {n_layer} blocks along the first "
-            f"axis, as {name.replace('{i}', '{0…' + str(n_layer - 1) + '}')}."
+            f"{array.name} is {describe(array)}, but must have all {n_layer} blocks along the "
+            f"first axis, as {name.replace('{i}', '{0…' + str(n_layer - 1) + '}')}."
         )
     for i in range(n_layer):
-        part = replace(array, shape=array.shape[1:], load=partial(_load_layer, array, i))
-        yield name.replace("{i}", str(i)), f"{label}[{i}]", part
+        part, load = f"{array.name}[{i}]", partial(_load_layer, array, i)
+        layer = replace(array, name=part, shape=array.shape[1:], load=load)
+        yield name.replace("{i}", str(i)), layer
 
 
 def _shown(labels: list[str]) -> str:
@@ -318,33 +313,30 @@ def _unknown(label: str, name: str, known: set[str]) -> str:
     return f"{shown}. Did you mean {close[0]}?" if close else shown
 
 
-def _check_ids(golden: Golden, named: dict[str, tuple[str, Array]]) -> None:
+def _check_ids(golden: Golden, named: Arrays) -> None:
     """Raise an error if the candidate contains ids that differ from the golden ones."""
     for name in (IDS, DECODE_IDS):
         if name not in named or name not in golden.arrays:
             continue
-        label, array = named[name]
-        ours = golden.read(name)
+        array, ours = named[name], golden.read(name)
         if name == IDS and math.prod(array.shape) == ours[:, :-1].numel():
             ours = ours[:, :-1]  # the inputs of a training step
         if math.prod(array.shape) != ours.numel():
             raise ParityError(
-                f"{label} has shape {list(array.shape)}, but must have {list(ours.shape)}. Run the "
-                "candidate on the ids of the golden file."
+                f"{array.name} has shape {list(array.shape)}, but must have {list(ours.shape)}. "
+                "Run the candidate on the ids of the golden file."
             )
         theirs = array.load().reshape(ours.shape)
         wrong = (theirs != ours).nonzero()
         if len(wrong):
             b, t = wrong[0].tolist()
             raise ParityError(
-                f"{label}[{b}, {t}] is {theirs[b, t].item():g}, but must be {ours[b, t].item()}. "
-                "Run the candidate on the ids of the golden file."
+                f"{array.name}[{b}, {t}] is {theirs[b, t].item():g}, but must be "
+                f"{ours[b, t].item()}. Run the candidate on the ids of the golden file."
             )
 
 
-def _entries(
-    golden: Golden, name: str, label: str, array: Array, notes: list[str]
-) -> dict[str, Entry]:
+def _entries(golden: Golden, name: str, array: Array, notes: list[str]) -> dict[str, Entry]:
     """Return the entries for one array of the candidate: three for fused q, k and v, else one.
 
     Raises:
@@ -354,18 +346,18 @@ def _entries(
     tap, config, sizes = name.removeprefix(prefix), golden.config, _sizes(golden)
     if name == LOSS:
         if array.shape in ((), (1,)):
-            return {name: Entry(label, array, [], array.shape)}
-        raise _wrong_shape(label, array, [()])
+            return {name: Entry(array, [], array.shape)}
+        raise _wrong_shape(array, [()])
     fused = tap.endswith(FUSED)
     if tap not in tap_names(config.n_layer) and tap != DECODE_LOGITS and not fused:
-        return {name: _parameter(golden, name, label, array, notes)}
+        return {name: _parameter(golden, name, array, notes)}
     shape = array.shape
     if tap in ("logits", DECODE_LOGITS) and shape[-1:] > (config.vocab_size,):
-        shape = _without_padding(label, shape, -1, config.vocab_size, notes)
+        shape = _without_padding(array.name, shape, -1, config.vocab_size, notes)
     block = tap.rpartition(".")[0]
     kind = f"{block}.qkv" if fused else tap
-    entry = Entry(label, array, layouts_of(kind, shape, sizes), shape)
-    if any(layer_of(label, each) is not None for each in PLAIN_NORMS):
+    entry = Entry(array, layouts_of(kind, shape, sizes), shape)
+    if any(layer_of(array.name, each) is not None for each in PLAIN_NORMS):
         entry.norm = tap
     if not entry.layouts and sizes["T"] > 1 and tap != DECODE_LOGITS:
         T = sizes["T"] - 1
@@ -378,11 +370,11 @@ def _entries(
         entry.layouts = layouts_of(tap, with_time, {**sizes, "T": 1})
         entry.last_only = bool(entry.layouts)
         if entry.last_only:
-            notes.append(f"{label} contains the last position only, so only that was compared")
+            notes.append(f"{array.name} contains the last position only, so only that was compared")
     if not entry.layouts:
         kind = kind if tap == DECODE_LOGITS else split_name(kind)[1]
         texts = LAYOUTS.get(kind, STREAM)
-        raise _wrong_shape(label, array, [Layout(t, texts[0], sizes).shape for t in texts[:2]])
+        raise _wrong_shape(array, [Layout(t, texts[0], sizes).shape for t in texts[:2]])
     if not fused:
         return {name: entry}
     note = "fused arrays were split into q, k and v"
@@ -409,10 +401,10 @@ def _sizes(golden: Golden) -> dict[str, int]:
     return {**sizes_of(golden.config, B, T), "N": N, "3": 3}
 
 
-def _hint_about_extra_tokens(golden: Golden, named: Mapping[str, tuple[str, Array]]) -> str:
+def _hint_about_extra_tokens(golden: Golden, named: Arrays) -> str:
     """Return a hint if every sequence of the arrays is one token too long, else an empty string."""
     T, own = golden.ids.shape[1] + 1, set(golden.taps)
-    for name, (_, array) in named.items():
+    for name, array in named.items():
         if name in own and layouts_of(name, array.shape, {**_sizes(golden), "T": T, "S": T}):
             return (
                 f"\nThey have {T} positions, but input_ids has {T - 1}. Run the candidate without "
@@ -421,21 +413,21 @@ def _hint_about_extra_tokens(golden: Golden, named: Mapping[str, tuple[str, Arra
     return ""
 
 
-def _parameter(golden: Golden, name: str, label: str, array: Array, notes: list[str]) -> Entry:
+def _parameter(golden: Golden, name: str, array: Array, notes: list[str]) -> Entry:
     """Return the entry for the gradient of a parameter, which may be stored as [out, in]."""
     expected, shape = golden.arrays[name].shape, array.shape
     if name.endswith((EMBEDDING, HEAD)) and len(shape) == 2 and shape[0] > expected[0]:
-        shape = _without_padding(label, shape, 0, expected[0], notes)
+        shape = _without_padding(array.name, shape, 0, expected[0], notes)
     kind = "matrix" if len(expected) == 2 else "vector"
     found = layouts_of(kind, shape, dict(zip("IO", expected, strict=False)))
     if not found:
-        raise _wrong_shape(label, array, [expected])
-    return Entry(label, array, found, shape)
+        raise _wrong_shape(array, [expected])
+    return Entry(array, found, shape)
 
 
-def _wrong_shape(label: str, array: Array, expected: list[tuple[int, ...]]) -> ParityError:
+def _wrong_shape(array: Array, expected: list[tuple[int, ...]]) -> ParityError:
     shapes = " or ".join(dict.fromkeys(str(list(shape)) for shape in expected))
-    return ParityError(f"{label} is {describe(array)}, but must have shape {shapes}")
+    return ParityError(f"{array.name} is {describe(array)}, but must have shape {shapes}")
 
 
 def precision(tensor: Tensor) -> torch.dtype:

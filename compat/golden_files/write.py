@@ -145,18 +145,18 @@ class _Recording:
         found[WEIGHT + TOKENS] = (B, T, self.config.n_embd), stored
         found |= {WEIGHT + n: (infos[n].shape, stored) for n in [POSITIONS, *self.vectors]}
         found |= taps
-        judged = list(taps)
         if self.with_gradients:
-            judged += [LOSS, *(GRADIENT + name for name in [*taps, *self.parameters])]
             found[LOSS] = (), self.dtype
             found |= {GRADIENT + tap: what for tap, what in taps.items()}
             found |= {GRADIENT + n: (infos[n].shape, self.dtype) for n in self.parameters}
         if self.decode:
-            judged.append(DECODE_LOGITS)
             found[DECODE_IDS] = (B, self.decode), torch.int64
             found[DECODE_LOGITS] = (B, self.decode, V), self.dtype
+        inputs = [name for name in found if name in (IDS, DECODE_IDS) or name.startswith(WEIGHT)]
         shape = (1 + len(HALF), len(COLUMNS))
-        return found | {BOUND + name: (shape, torch.float64) for name in judged}
+        return found | {
+            BOUND + name: (shape, torch.float64) for name in found if name not in inputs
+        }
 
     @property
     def parameters(self) -> list[str]:
@@ -266,7 +266,7 @@ def _keep(arrays: Arrays, shapes: Shapes, name: str, tensor: Tensor) -> None:
     """Keep an array in memory instead of writing it."""
     shape, dtype = shapes[name]
     kept = tensor.detach().to(dtype).clone()
-    arrays[name] = Array(shape, dtype_name(dtype), lambda: kept)
+    arrays[name] = Array(name, shape, dtype_name(dtype), lambda: kept)
 
 
 def _half(weights: Weights, dtype: torch.dtype) -> Weights:
