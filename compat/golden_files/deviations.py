@@ -813,16 +813,16 @@ def rows_of_embeddings(s: Situation) -> Iterator[Hypothesis]:
         expected=_shown(torch.arange(T)),
     )
     try:
-        table, of_row = s.weights.read(EMBEDDING), None
+        table = s.weights.read(EMBEDDING)
+        id_of_row = torch.arange(len(table))
     except MissingWeightError:  # only the rows of the file's ids are available
-        table, of_row = tokens.flatten(0, 1), s.weights.ids.flatten()
+        table, id_of_row = tokens.flatten(0, 1), s.weights.ids.flatten()
     nearest = _nearest(s.found - wpe[:T], table)
     others = table[nearest].to(tokens.dtype)
-    ids = nearest if of_row is None else of_row[nearest]
     yield one(
         "other_ids",
         {"embed": Piece((), lambda w, i: others + wpe[:T])},
-        found=_described(ids, s.weights.ids),
+        found=_described(id_of_row[nearest], s.weights.ids),
     )
 
 

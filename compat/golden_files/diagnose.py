@@ -471,10 +471,6 @@ def _group_key(each: Deviation) -> object:
     return {k: v for k, v in each.values.items() if k not in JOINED}
 
 
-def _collapsed(names: Sequence[str]) -> str:
-    return listed(collapse_layers(names), SHOWN)
-
-
 def _finding(group: Sequence[Deviation], compared: Sequence[tuple[int, str]]) -> Finding:
     """Return one finding for a deviation in several layers.
 
@@ -489,7 +485,8 @@ def _finding(group: Sequence[Deviation], compared: Sequence[tuple[int, str]]) ->
     values: dict[str, Any] = {**first.values}
     for key in (key for key in joined if key in values):
         names = list(dict.fromkeys(str(each.values[key]) for each in group))
-        values[key] = listed(names, 12) if key in ("part", "pairs") else _collapsed(names)
+        in_words = key in ("part", "pairs")
+        values[key] = listed(names, 12) if in_words else listed(collapse_layers(names), SHOWN)
     message = MESSAGES.get(first.code, code.message).format(**values)
     layers = sorted({split_name(each.tap)[0] for each in group if each.tap.startswith("h.")})
     places = {split_name(each.tap)[1] for each in group}

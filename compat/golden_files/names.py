@@ -51,6 +51,15 @@ MODULES = Convention(
     },
     others=("wte", "wpe", "h", "h.{i}.__call__.1", "h.__call__.{i}", "__call__.{i}"),
 )
+LLM_C_MODULES = {
+    "ln1": "h.{i}.ln_1",
+    "qkv": "h.{i}.attn.c_attn",
+    "attproj": "h.{i}.attn.c_proj",
+    "ln2": "h.{i}.ln_2",
+    "fc": "h.{i}.mlp.c_fc",
+    "fcproj": "h.{i}.mlp.c_proj",
+    "lnf": "ln_f",
+}
 LLM_C = Convention(
     taps={
         "encoded": "embed",
@@ -73,20 +82,11 @@ LLM_C = Convention(
     parameters={
         "wte": "wte.weight",
         "wpe": "wpe.weight",
-        "ln1w": "h.{i}.ln_1.weight",
-        "ln1b": "h.{i}.ln_1.bias",
-        "qkvw": "h.{i}.attn.c_attn.weight",
-        "qkvb": "h.{i}.attn.c_attn.bias",
-        "attprojw": "h.{i}.attn.c_proj.weight",
-        "attprojb": "h.{i}.attn.c_proj.bias",
-        "ln2w": "h.{i}.ln_2.weight",
-        "ln2b": "h.{i}.ln_2.bias",
-        "fcw": "h.{i}.mlp.c_fc.weight",
-        "fcb": "h.{i}.mlp.c_fc.bias",
-        "fcprojw": "h.{i}.mlp.c_proj.weight",
-        "fcprojb": "h.{i}.mlp.c_proj.bias",
-        "lnfw": "ln_f.weight",
-        "lnfb": "ln_f.bias",
+        **{
+            f"{own}{part[0]}": f"{module}.{part}"
+            for own, module in LLM_C_MODULES.items()
+            for part in ("weight", "bias")
+        },
     },
 )  # fmt: skip
 LENS = Convention(
