@@ -94,17 +94,16 @@ class Comparison:
         self.bounds: dict[str, Bound] = {}
         self._precision = torch.float64  # the narrowest one so far, in execution order
         self._narrowed = ""
-        self._unjudged: list[str] = []
         self._layouts: dict[str, list[str]] = {}
 
     def results(self) -> list[TapResult]:
         """Compare every array that both have, in execution order."""
-        found = []
+        found, unjudged = [], []
         for name in self.golden.judged:
             if name in self.candidate.entries:
                 result = self._compare(name)
                 if math.isnan(self.bounds[name].rms):
-                    self._unjudged.append(name)
+                    unjudged.append(name)
                 else:
                     found.append(result)
         dtype = dtype_name(self._precision)
@@ -113,9 +112,8 @@ class Comparison:
                 f"{self._narrowed} has {dtype} values, so the bounds for {dtype} apply to it and "
                 "to all later arrays, and small deviations stay undetected"
             )
-        if self._unjudged:
-            unjudged = listed(self._unjudged, 4)
-            text = f"rounding to {dtype} alone may cause an error of 50% in {unjudged}"
+        if unjudged:
+            text = f"rounding to {dtype} alone may cause an error of 50% in {listed(unjudged, 4)}"
             if not found:
                 raise ParityError(
                     f"no array can be compared, because {text}. Compute and store them in float32."
@@ -158,11 +156,8 @@ class Comparison:
             self._layouts.setdefault(layout.text, []).append(name)
         bound = self.bounds[name] = self._bound(name)
         accumulated = _judged(best, bound.own, bound.rms, bound.worst)
-        if name == "logits":
-            self.logits = Difference(
-                best.max_abs, best.rms, best.identical, None, best.worst, bound.worst,
-                accumulated.within,
-            )  # fmt: skip
+        if name == "logits":  # judged by the worst position
+            self.logits = replace(accumulated, ratio=None, error=best.worst, bound=bound.worst)
         local = self._local(name, accumulated.within)
         return TapResult(name, accumulated, local)
 

@@ -56,6 +56,7 @@ from compat.golden_files.pieces import (
     split_heads,
     split_name,
 )
+from compat.parity.compare import rms
 
 NORMS, QKV = ["ln_1", "ln_2", "ln_f"], ("q", "k", "v")
 PRODUCTS = ["q", "k", "v", "probs", "heads", "attn", "fc", "mlp", "logits"]
@@ -174,11 +175,8 @@ def embeddings(s: Situation) -> Iterator[Hypothesis]:
         return {"embed": Piece((), lambda w, i: run(w[TOKENS], w[POSITIONS][:T]))}
 
     yield one("no_pos", embedded(lambda tokens, wpe: tokens))
-    scaled = {
-        "token": embedded(lambda tokens, wpe: root * tokens + wpe),
-        "position": embedded(lambda tokens, wpe: tokens + root * wpe),
-    }
-    for what, pieces in scaled.items():
+    for what, a, b in (("token", root, 1), ("position", 1, root)):
+        pieces = embedded(lambda tokens, wpe, a=a, b=b: a * tokens + b * wpe)
         yield one("scaled_embedding", pieces, what=what, found=root)
     for offset in (*range(1, 5), -1):
         if T + offset <= config.n_positions:
@@ -995,10 +993,8 @@ def parameters_of_norms(s: Situation) -> Iterator[Hypothesis]:
 
 def _same(found: Tensor, known: Mapping[str, Tensor]) -> str | None:
     """Return the name of the tensor that equals a fitted one, or None."""
-    size = found.square().mean().sqrt()
     for name, tensor in known.items():
-        distance = (found - tensor).square().mean().sqrt()
-        if distance <= NEAR * max(size, tensor.square().mean().sqrt()):
+        if rms(found - tensor) <= NEAR * max(rms(found), rms(tensor)):
             return name
     return None
 

@@ -286,7 +286,7 @@ class _Search:
 
         try:
             return run_segment(names, pieces, weights, known).double()
-        except (MissingWeightError, LookupError, RuntimeError):  # for example mismatched shapes
+        except (LookupError, RuntimeError):  # for example a missing weight, or mismatched shapes
             return None
 
     def _sources(self, tap: str, names: Sequence[str]) -> str:
