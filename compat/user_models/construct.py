@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from itertools import chain
 from textwrap import shorten
 from types import FunctionType, SimpleNamespace
 from typing import Any, cast, get_args
@@ -56,19 +57,16 @@ from compat.user_models.synonyms import (
 )
 from compat.user_models.trials import (
     Code,
+    Run,
+    Search,
     UnknownArguments,
     Value,
     arguments_with,
-    better,
     constant,
     is_boolean,
-    needed,
+    last_part,
     nested,
-    reassigned,
     small_config,
-    to_turn_off,
-    tried,
-    unnamed,
     vocabulary,
 )
 from compat.user_models.usage import (
@@ -144,11 +142,12 @@ def construct_with_call(
     Entries of configs in the target's module that the call contradicts follow, other than sizes and
     dropout, and names that were assumed, because the code reads and does not define them.
     """
+    kwargs = kwargs or {}
     if not isinstance(target, type) or config_name is not None or not other_ways:
         return _built(target, config, kwargs, config_name)
     with _quietly(), translated(f"{target.__name__} cannot be built", advice=MAKE_MODEL):
         inferred = _inferred(target, config, kwargs)
-    kwargs = merged(inferred, kwargs or {})
+    kwargs = merged(inferred, kwargs)
     more = f"; found by trying: {_listed_entries(inferred)}" if inferred else ""
     if undefined := undefined_sizes(target, config):
         values = _listed_entries(undefined)
@@ -186,7 +185,7 @@ def found_by_trying(
     own = dict(kwargs or {})
     if isinstance(target, type):
         with _quietly(), contextlib.suppress(AdaptError, ModuleNotFoundError):
-            own = merged(_inferred(target, config, kwargs), own)
+            own = merged(_inferred(target, config, own), own)
             other = None if runs else _other_way(target, config, own)
             if other is not None and other[0] == config:
                 own, runs = merged(other[1], own), True
@@ -209,7 +208,7 @@ def _quietly() -> Iterator[None]:
 def _built(
     target: Callable[..., nn.Module],
     config: GPT2Config,
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any],
     config_name: str | None = None,
 ) -> tuple[nn.Module, str]:
     """Return the model in the sizes of `config`, and the call that built it."""
@@ -352,30 +351,22 @@ def _other_way(
 
     if runs(config.n_embd):
         return None  # other sizes are the reason
-    own = _own_switches(target, config, kwargs)
-    if own and runs(config.n_embd, own):
-        return config, own, f"only runs with {_listed_entries(own)}"
     optional = [name for name, p in _parameters(target).items() if p.default is None]
     known = {name: neutral(name)[1] for name in optional if neutral(name)[1] is not None}
     known |= {name: torch.device("cpu") for name in optional if role_of(name) == "device"}
-    for own in ({name: value} for name, value in known.items()):
-        if runs(config.n_embd, own):
-            return config, own, f"only runs with {_listed_entries(own)}"
-    for called in _as_called(target, config, kwargs):
-        return config, called, f"only runs with {_listed_entries(called)}"
+    more = [_own_switches(target, config, kwargs), *({n: value} for n, value in known.items())]
+    with_more = (own for own in more if own and runs(config.n_embd, own))
+    for own in chain(with_more, _as_called(target, config, kwargs)):
+        return config, own, f"only runs with {_listed_entries(own)}"
     nodes = (node for module in user_modules(target) for node in nodes_of(module))
     constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
     numbers = Counter(n for n in constants if type(n) is int and 8 <= n <= 4096)
     width = next((n for n, _ in numbers.most_common(12) if runs(n)), None)
     if width is not None:
         return with_width(config, width), {}, f"runs in width {width} and not in {config.n_embd}"
-
-    def run(sizes: GPT2Config, more: Mapping[str, Any]) -> tuple[nn.Module, bool]:
-        return _tried(target, sizes, merged(more, kwargs))
-
     with contextlib.suppress(AdaptError, ModuleNotFoundError):
-        arguments = _found_arguments(target, config, kwargs, None)
-        meant = reassigned(run, _all_sizes(target, arguments, kwargs), config)
+        sizes = _all_sizes(target, _found_arguments(target, config, kwargs), kwargs)
+        meant = Search(_runner(target, kwargs), config).reassigned(sizes)
         if found := arguments_with(meant, config):
             return config, found, f"only runs with {_listed_entries(found)}"
     return None
@@ -426,7 +417,7 @@ def _own_switches(
     configs = list(vars(sys.modules[target.__module__]).values())
     parameters = _parameters(target)
     with contextlib.suppress(AdaptError):
-        for name, value in _found_arguments(target, config, kwargs, None).items():
+        for name, value in _found_arguments(target, config, kwargs).items():
             default = parameters[name].default if name in parameters else None
             if default is Parameter.empty and isinstance(value, bool):
                 default = not value
@@ -449,63 +440,60 @@ def _replaceable(
     """
     own = _flat(_own_switches(target, config, kwargs))
     kinds = re.compile("rms|rope|rotary|alibi|sinus")
-    return {n: v for n, v in own.items() if kinds.search(plain(_last(n)))}
+    return {n: v for n, v in own.items() if kinds.search(plain(last_part(n)))}
 
 
-def _unknown_switches(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+def _unknown_switches(arguments: Mapping[str, Any], given: Collection[str]) -> list[str]:
     """Return the arguments and entries `use_…` that are on, and whose meaning is not known."""
-    found = {name: value for name, value in arguments.items() if name not in given}
-    entries = {
-        f"{name}.{key}": entry
-        for name, value in found.items() if not isinstance(value, PLAIN)
-        for key, entry in (_entries(value) or _attributes(value)).items()
-    }  # fmt: skip
-    return [
-        name for name, value in {**found, **entries}.items()
-        if value is True and _last(name).startswith("use_") and not neutral(_last(name))[0]
+    found = [
+        name for name, value in _with_entries(arguments, given).items()
+        if value is True and last_part(name).startswith("use_") and not neutral(last_part(name))[0]
     ]  # fmt: skip
+    return sorted(found, key=lambda name: "." in name)  # arguments before entries
 
 
 def _inferred(
-    target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any] | None
+    target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Find values for arguments with ambiguous names by building small models; see trials.py."""
-
-    def run(sizes: GPT2Config, more: Mapping[str, Any]) -> tuple[nn.Module, bool]:
-        return _tried(target, sizes, merged(more, kwargs or {}))
-
-    small, chosen = small_config(config), dict[str, Value]()
+    run, small, chosen = _runner(target, kwargs), small_config(config), dict[str, Value]()
+    search = Search(run, config)
     try:
-        arguments = _found_arguments(target, small, kwargs, None)
-        chosen = better(run, _alternatives(target, arguments, kwargs or {}), {}, config)
-        chosen |= unnamed(run, _all_sizes(target, arguments, kwargs or {}), chosen, config)
-        chosen |= needed(run, _replaceable(target, small, kwargs or {}), chosen, config)
-        chosen |= to_turn_off(run, _unknown_switches(arguments, kwargs or {}), chosen, config)
+        arguments = _found_arguments(target, small, kwargs)
+        chosen = search.better(_alternatives(target, arguments, kwargs), {})
+        chosen |= search.unnamed(_all_sizes(target, arguments, kwargs), chosen)
+        chosen |= search.needed(_replaceable(target, small, kwargs), chosen)
+        chosen |= search.to_turn_off(_unknown_switches(arguments, kwargs), chosen)
         if any(isinstance(v, OWN_CONFIGS) or _attributes(v) for v in arguments.values()):
             run(small, arguments_with(chosen, small))
     except UnknownArguments as error:
         code = Code(modules_text(target), _choices(target), _roles(target))
-        sizes = _all_sizes(target, {}, kwargs or {})
+        sizes = _all_sizes(target, {}, kwargs)
         sizes |= {name: 0 for name in error.names if not is_boolean(name, code)}
-        if found := unnamed(run, sizes, chosen, config):
+        if found := search.unnamed(sizes, chosen):
             return arguments_with({**chosen, **found}, config)
-        chosen = tried(run, error.names, chosen, code, config)
+        chosen = search.tried(error.names, chosen, code)
         if not chosen:
-            return next(_as_called(target, config, kwargs or {}, error.names), {})
+            return next(_as_called(target, config, kwargs, error.names), {})
         with contextlib.suppress(AdaptError):
-            given = merged(arguments_with(chosen, small), kwargs or {})
-            arguments = _found_arguments(target, small, given, None)
-            others = _alternatives(target, arguments, kwargs or {})
+            given = merged(arguments_with(chosen, small), kwargs)
+            arguments = _found_arguments(target, small, given)
+            others = _alternatives(target, arguments, kwargs)
             others = {name: roles for name, roles in others.items() if name not in chosen}
-            other = better(run, others, chosen, config)
+            other = search.better(others, chosen)
             if other:  # what was found beside the wrong meaning may be wrong too
-                chosen = tried(run, chosen, other, code, config) or chosen
-            chosen |= unnamed(run, _all_sizes(target, arguments, kwargs or {}), chosen, config)
+                chosen = search.tried(chosen, other, code) or chosen
+            chosen |= search.unnamed(_all_sizes(target, arguments, kwargs), chosen)
     except ModuleNotFoundError:
         raise
     except (Exception, SystemExit):
         return {}  # the model in the checkpoint's sizes will raise it again
     return arguments_with(chosen, config)
+
+
+def _runner(target: type[nn.Module], kwargs: Mapping[str, Any]) -> Run:
+    """Return a function that builds and calls the model in other sizes, with more arguments."""
+    return lambda sizes, more: _tried(target, sizes, merged(more, kwargs))
 
 
 def _tried(
@@ -517,7 +505,7 @@ def _tried(
         AdaptError: an argument or an entry of a config is unknown.
         Exception: what the constructor raises.
     """
-    arguments = _found_arguments(target, sizes, kwargs, None)
+    arguments = _found_arguments(target, sizes, kwargs)
     with _entries_known(target, arguments, sizes), resized(target, sizes):
         model = _constructed(target, arguments, sizes)
         try:
@@ -563,43 +551,43 @@ def _instance(cls: Callable[[], Any], config: GPT2Config) -> Any:
 
 
 def _alternatives(
-    target: type[nn.Module], arguments: Mapping[str, Any], given: Mapping[str, Any]
+    target: type[nn.Module], arguments: Mapping[str, Any], given: Collection[str]
 ) -> dict[str, tuple[str, ...]]:
     """Return the arguments and config entries with ambiguous names, and their roles."""
     sizes, widths = _sizes_named(arguments, given), embedding_widths(target)
-    ambiguous = {name: roles for name in sizes if (roles := meanings(_last(name)))}
-    found = {name: roles for name, roles in ambiguous.items() if _last(name) not in widths}
-    if any(role_of(_last(name)) == "n_embd" for name in sizes.keys() - ambiguous.keys()):
+    ambiguous = {name: roles for name in sizes if (roles := meanings(last_part(name)))}
+    found = {name: roles for name, roles in ambiguous.items() if last_part(name) not in widths}
+    if any(role_of(last_part(name)) == "n_embd" for name in sizes.keys() - ambiguous.keys()):
         # `hidden_dim` beside `embedding_dim` is the MLP's width, unless it is that of a head.
         found = {
             name: roles for name, roles in found.items()
             if "d_inner" not in roles
-            or any("head" in factor for factor in factors_of(target, _last(name)))
+            or any("head" in factor for factor in factors_of(target, last_part(name)))
         }  # fmt: skip
     return found
 
 
-def _sizes_named(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the integers among arguments and their entries, without those that the caller sets."""
-    found: dict[str, int] = {}
+def _with_entries(arguments: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Return the arguments and their entries `argument.entry`, but not those that are given."""
+    found: dict[str, Any] = {}
     for name, value in arguments.items():
-        entries = _entries(value) or ({} if isinstance(value, PLAIN) else _attributes(value))
-        names = {name: value} | {f"{name}.{key}": entry for key, entry in entries.items()}
-        found |= {each: size for each, size in names.items() if type(size) is int}
-    return {name: size for name, size in found.items() if name.partition(".")[0] not in given}
+        if name not in given:
+            entries = _entries(value) or ({} if isinstance(value, PLAIN) else _attributes(value))
+            found |= {name: value} | {f"{name}.{key}": entry for key, entry in entries.items()}
+    return found
+
+
+def _sizes_named(arguments: Mapping[str, Any], given: Collection[str]) -> dict[str, int]:
+    """Return the integers among arguments and their entries, without those that the caller sets."""
+    return {n: v for n, v in _with_entries(arguments, given).items() if type(v) is int}
 
 
 def _all_sizes(
-    target: type[nn.Module], arguments: Mapping[str, Any], given: Mapping[str, Any]
+    target: type[nn.Module], arguments: Mapping[str, Any], given: Collection[str]
 ) -> dict[str, int]:
     """Return the integers of `_sizes_named`, and the constructor's defaults."""
     defaults = {name: p.default for name, p in _parameters(target).items()}
     return _sizes_named({**defaults, **arguments}, given)
-
-
-def _last(name: str) -> str:
-    """Return the entry of `argument.entry`."""
-    return name.rpartition(".")[2]
 
 
 def _attributes(value: object) -> dict[str, Any]:
@@ -617,7 +605,7 @@ def _entries_known(
         missing = _missing_entries(target, arguments, error)
         if not missing:
             raise
-        raise UnknownArguments(_unknown(target, missing, config), missing) from error
+        raise _unknown(target, missing, config) from error
 
 
 def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str:
@@ -705,15 +693,15 @@ def _shown(value: object) -> str:
 def _found_arguments(
     target: Callable[..., nn.Module],
     config: GPT2Config,
-    kwargs: Mapping[str, Any] | None,
-    config_name: str | None,
+    kwargs: Mapping[str, Any],
+    config_name: str | None = None,
 ) -> dict[str, Any]:
     """Return the arguments that the target is called with.
 
     Raises:
         AdaptError: One of them cannot be found.
     """
-    given = dict(kwargs or {})
+    given = dict(kwargs)
     parameters = _parameters(target)
     wrong = [name for name in given if name not in parameters]
     if wrong and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
@@ -730,13 +718,13 @@ def _found_arguments(
     with translated(f"the arguments of {target.__name__} cannot be determined"):
         for name, cls in _modules_taken(target, parameters):
             if name not in given:
-                named[name] = _built(cls, config, None)[0]
+                named[name] = _built(cls, config, {})[0]
         if isinstance(target, type) or takes_sizes(parameters):
             arguments, missing = _arguments(target, parameters, config, given, named)
         else:
             arguments, missing = _function_arguments(parameters, config, given | named)
     if missing:
-        raise UnknownArguments(_unknown(target, missing, config), missing)
+        raise _unknown(target, missing, config)
     return arguments
 
 
@@ -816,29 +804,31 @@ def _arguments(
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in named:
             continue
         usage = reads(cls, name)
+        required = parameter.default is parameter.empty
         inner = _inner_class(cls, parameter)
         is_module = inner is not None and _annotation(parameter) == inner.__name__
         words = None if name in given else vocabulary_for(cls, parameter, config)
+        # Of `MHA(**params)`, the dictionary that is unpacked into another constructor.
         unpacked = [each for each in forwarded(cls, name) if is_users_class(each[0])]
+        unknown: list[str] = []
         if words is not None and not is_module:
             arguments[name] = words
         elif unpacked and isinstance(entries, Mapping):
-            arguments[name], unknown = _keywords_of(*unpacked[0], config, entries)
-            missing += [f"{name}.{key}" for key in unknown]
+            callee, passed = unpacked[0]
+            own = {n: p for n, p in _parameters(callee).items() if n not in passed}
+            arguments[name], unknown = _arguments(callee, own, config, dict(entries), {})
         elif isinstance(entries, Mapping) and not is_module and takes_config(cls, parameter, usage):
             arguments[name], unknown = make_config(cls, parameter, usage, config, entries)
-            missing += [f"{name}.{key}" for key in unknown]
         elif name in given:
             continue
-        elif parameter.default is parameter.empty and LIST_OF_CONFIGS.match(_annotation(parameter)):
+        elif required and LIST_OF_CONFIGS.match(_annotation(parameter)):
             entry, unknown = make_config(cls, parameter, reads(cls, "config"), config, {})
             arguments[name] = [copy.copy(entry) for _ in range(config.n_layer)]
-            missing += [f"{name}.{key}" for key in unknown]
-        elif parameter.default is parameter.empty and counts(cls, name) and symbols(name, config):
+        elif required and counts(cls, name) and symbols(name, config):
             arguments[name] = symbols(name, config)
         elif name in sizes and accepts(parameter, sizes[name]):
             arguments[name] = sizes[name]
-        elif parameter.default is parameter.empty:
+        elif required:
             has_neutral, arguments[name] = neutral(name)
             if plain(name) == "modeltype" and not any(role_of(n) in SIZES for n in parameters):
                 arguments[name] = "gpt2"  # the name of a preset
@@ -846,22 +836,8 @@ def _arguments(
                 arguments[name] = construct(inner, config)
             elif not has_neutral:
                 missing.append(name)
+        missing += [f"{name}.{key}" for key in unknown]
     return arguments, missing
-
-
-def _keywords_of(
-    cls: type[nn.Module], passed: set[str], config: GPT2Config, entries: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the dictionary that a constructor unpacks into another one, as in `MHA(**params)`.
-
-    Args:
-        cls: the class that is built with it.
-        passed: the arguments that are passed beside it.
-        config: the checkpoint's config.
-        entries: entries that the caller sets.
-    """
-    own = {name: p for name, p in _parameters(cls).items() if name not in passed}
-    return _arguments(cls, own, config, dict(entries), {})
 
 
 def _annotation(parameter: Parameter) -> str:
@@ -925,16 +901,19 @@ def _missing_entries(
     ]
 
 
-def _unknown(target: Callable[..., Any], missing: list[str], config: GPT2Config) -> str:
-    """Return what is missing, what is known, and how to pass it."""
+def _unknown(
+    target: Callable[..., Any], missing: list[str], config: GPT2Config
+) -> UnknownArguments:
+    """Return an error that says what is missing, what is known, and how to pass it."""
     sizes = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner")
     known = ", ".join(f"{name} {getattr(config, name)}" for name in sizes)
     noun = "arguments" if len(missing) > 1 else "argument"
     example = arguments_with(dict.fromkeys(missing, lambda config: "..."), config)
     text = json.dumps(example).replace('"..."', "...")
-    return (
+    return UnknownArguments(
         f"{target.__name__} needs the {noun} {listed(missing)}, and compat knows no value for "
         f"{'these names' if len(missing) > 1 else 'this name'}. The checkpoint has {known}. "
         f"{MAKE_MODEL}; or pass --kwargs '{text}', or the name of a config in the file with "
-        "--config-name"
+        "--config-name",
+        missing,
     )

@@ -89,203 +89,199 @@ def small_config(config: GPT2Config) -> GPT2Config:
     return replace(SMALL, n_inner=SMALL.n_embd * config.d_inner // config.n_embd)
 
 
-def tried(
-    run: Run,
-    names: Iterable[str],
-    chosen: Mapping[str, Value],
-    code: Code,
-    config: GPT2Config,
-) -> dict[str, Value]:
-    """Return values for unknown entries, or {} if no values work.
+@dataclass(frozen=True)
+class Search:
+    """Finds values of arguments, and of entries `argument.entry` of configs, by their names.
+
+    In all methods, `chosen` holds the values of other arguments and entries.
 
     Args:
         run: builds and calls the user's model.
-        names: the arguments, and `argument.entry` for the entries of a config.
-        chosen: values of other arguments and entries.
-        code: the user's.
         config: the config of the checkpoint.
     """
-    every = {name: _candidates(name, code) for name in names}
-    while True:
-        best, unknown = _best(run, config, chosen, _by_likelihood(every))
-        if not unknown:
-            switches = [name for name in best if is_boolean(name, code)]
-            return _with_most_used(run, config, {**chosen, **best}, switches) if best else {}
-        every |= {name: _candidates(name, code) for name in unknown}
 
+    run: Run
+    config: GPT2Config
 
-def _with_most_used(
-    run: Run, config: GPT2Config, chosen: dict[str, Value], switches: Iterable[str]
-) -> dict[str, Value]:
-    """Return the values, with each switch turned where fewer parameters are left unused then."""
-    small = small_config(config)
-    for name in switches:
-        turned = {**chosen, name: constant(not chosen[name](small))}
-        with suppress(Exception, SystemExit):
-            (used, every), (more, same) = (_used(run, small, each) for each in (chosen, turned))
-            chosen = turned if more > used and every == same else chosen
-    return chosen
+    def tried(
+        self, names: Iterable[str], chosen: Mapping[str, Value], code: Code
+    ) -> dict[str, Value]:
+        """Return values for unknown names, or {} if no values work."""
+        every = {name: _candidates(name, code) for name in names}
+        while True:
+            best, unknown = self._best(chosen, _by_likelihood(every))
+            if not unknown:
+                switches = [name for name in best if is_boolean(name, code)]
+                return self._with_most_used({**chosen, **best}, switches) if best else {}
+            every |= {name: _candidates(name, code) for name in unknown}
 
+    def _with_most_used(
+        self, chosen: dict[str, Value], switches: Iterable[str]
+    ) -> dict[str, Value]:
+        """Return the values, with each switch turned where fewer parameters are unused then."""
+        small = small_config(self.config)
+        for name in switches:
+            turned = {**chosen, name: constant(not chosen[name](small))}
+            with suppress(Exception, SystemExit):
+                (used, every), (more, same) = map(self._used, (chosen, turned))
+                chosen = turned if more > used and every == same else chosen
+        return chosen
 
-def _used(run: Run, small: GPT2Config, chosen: Mapping[str, Value]) -> tuple[int, int]:
-    """Count the parameters of the modules that run, or 0 if none does, and of all modules."""
-    executed = set[nn.Module]()
-    hook = register_module_forward_hook(lambda module, *_: executed.add(module))
-    try:
-        model, _ = run(small, arguments_with(chosen, small))
-    finally:
-        hook.remove()
-    own = {p for m in executed for p in m.parameters(recurse=False)}
-    return sum(p.numel() for p in own), sum(p.numel() for p in model.parameters())
+    def _used(self, chosen: Mapping[str, Value]) -> tuple[int, int]:
+        """Count the parameters of the modules that run, or 0 if none does, and of all modules."""
+        small, executed = small_config(self.config), set[nn.Module]()
+        hook = register_module_forward_hook(lambda module, *_: executed.add(module))
+        try:
+            model, _ = self.run(small, arguments_with(chosen, small))
+        finally:
+            hook.remove()
+        own = {p for m in executed for p in m.parameters(recurse=False)}
+        return sum(p.numel() for p in own), sum(p.numel() for p in model.parameters())
 
+    def better(
+        self, alternatives: Mapping[str, tuple[str, ...]], chosen: Mapping[str, Value]
+    ) -> dict[str, Value]:
+        """Return values for ambiguous names, if other meanings fit GPT-2 much better.
 
-def better(
-    run: Run,
-    alternatives: Mapping[str, tuple[str, ...]],
-    chosen: Mapping[str, Value],
-    config: GPT2Config,
-) -> dict[str, Value]:
-    """Return values for ambiguous names, if another meaning fits the number of parameters better.
+        Args:
+            alternatives: the possible roles of each name.
+        """
+        first = _distance(self.run, self.config, chosen)[0] if alternatives else 0.0
+        if first == 0:
+            return {}
+        every = {name: [_of_role(role) for role in roles] for name, roles in alternatives.items()}
+        most = None if first is None else first / MUCH_BETTER
+        return self._best(chosen, _by_likelihood(every), most)[0]
 
-    Args:
-        run: builds and calls the user's model.
-        alternatives: the possible roles of each argument or entry.
-        chosen: values of other arguments and entries.
-        config: the config of the checkpoint.
-    """
-    first, _ = _distance(run, config, chosen) if alternatives else (0.0, [])
-    if first == 0:
-        return {}
-    every = {name: [_of_role(role) for role in roles] for name, roles in alternatives.items()}
-    most = None if first is None else first / MUCH_BETTER
-    best, _ = _best(run, config, chosen, _by_likelihood(every), most)
-    return best
+    def unnamed(self, sizes: Mapping[str, int], chosen: Mapping[str, Value]) -> dict[str, Value]:
+        """Return roles for integers whose names have none, as in code in another language.
 
+        Each gets a role that no other name has, if that fits the number of parameters better, or,
+        of a model that cannot be built otherwise, exactly. The only such name gets the only role
+        that is left if the model can be built so.
 
-def unnamed(
-    run: Run, sizes: Mapping[str, int], chosen: Mapping[str, Value], config: GPT2Config
-) -> dict[str, Value]:
-    """Return roles for integers whose names have none, as in code in another language.
-
-    Each gets a role that no other name has, if that fits the number of parameters better, or, of a
-    model that cannot be built otherwise, exactly. The only such name gets the only role that is
-    left if the model can be built so.
-
-    Args:
-        run: builds and calls the user's model.
-        sizes: the integers among the arguments and the entries of configs; 0 for a missing one.
-        chosen: values of other arguments and entries.
-        config: the config of the checkpoint.
-    """
-    small = small_config(config)
-    names = sorted((n for n in sizes if n not in chosen and _has_no_role(n)), key=sizes.__getitem__)
-    known = {role_of(name.rpartition(".")[2]) for name in sizes}
-    values = [value(small) for value in chosen.values()]
-    roles = [r for r in ASCENDING if r not in known and value_of(r, small) not in values]
-    first, _ = _distance(run, config, chosen) if names and roles else (0.0, [])
-    if first == 0:
-        return {}
-    count = min(len(names), len(roles))
-    assigned = (
-        dict(zip(some, map(_of_role, order), strict=True))
-        for some, order in product(permutations(names, count), combinations(roles, count))
-    )
-    most = first / MUCH_BETTER if first is not None else 1.0
-    if first is None and len(names) == len(roles) == 1:
-        most = OTHER_VOCABULARY
-    best, _ = _best(run, config, chosen, assigned, most)
-    return best
-
-
-def reassigned(run: Run, sizes: Mapping[str, int], config: GPT2Config) -> dict[str, Value]:
-    """Find other roles for one or two sizes with which the model can be called, or return {}.
-
-    Some authors call the number of heads `head_size`, or the width `head_dim`. A name of a
-    dimension is only given the role of a width, and no two names are given the same role, except
-    that of the width.
-
-    Args:
-        run: builds and calls the user's model.
-        sizes: the integers among the arguments and the entries of configs.
-        config: the config of the checkpoint.
-    """
-    roles = {name: role_of(name.rpartition(".")[2], sizes) for name in sizes}
-
-    def others(name: str) -> Iterable[str]:
-        is_width = "dim" in plain(name.rpartition(".")[2])
-        return (
-            role for role in WIDTHS if role != roles[name] and (role != "n_head" or not is_width)
+        Args:
+            sizes: the integers; 0 for a missing one.
+        """
+        small = small_config(self.config)
+        names = sorted(
+            (n for n in sizes if n not in chosen and _has_no_role(n)), key=sizes.__getitem__
         )
+        known = {role_of(last_part(name)) for name in sizes}
+        values = [value(small) for value in chosen.values()]
+        roles = [r for r in ASCENDING if r not in known and value_of(r, small) not in values]
+        first = _distance(self.run, self.config, chosen)[0] if names and roles else 0.0
+        if first == 0:
+            return {}
+        count = min(len(names), len(roles))
+        assigned = (
+            dict(zip(some, map(_of_role, order), strict=True))
+            for some, order in product(permutations(names, count), combinations(roles, count))
+        )
+        most = first / MUCH_BETTER if first is not None else 1.0
+        if first is None and len(names) == len(roles) == 1:
+            most = OTHER_VOCABULARY
+        return self._best(chosen, assigned, most)[0]
 
-    def assigned(names: Sequence[str]) -> Iterator[dict[str, Value]]:
-        kept = {role for name, role in roles.items() if name not in names} - {"n_embd"}
-        for found in product(*map(others, names)):
-            if len(set(found)) == len(found) and not kept.intersection(found):
-                yield dict(zip(names, map(_of_role, found), strict=True))
+    def reassigned(self, sizes: Mapping[str, int]) -> dict[str, Value]:
+        """Find other roles for one or two integers with which the model can be called, or {}.
 
-    widths = [name for name, role in roles.items() if role in WIDTHS]
-    changed = [*combinations(widths, 1), *combinations(widths, 2)]
-    best, _ = _best(run, config, {}, chain.from_iterable(map(assigned, changed)))
-    return best
+        Some authors call the number of heads `head_size`, or the width `head_dim`. A name of a
+        dimension is only given the role of a width, and no two names are given the same role,
+        except that of the width.
+        """
+        roles = {name: role_of(last_part(name), sizes) for name in sizes}
+
+        def others(name: str) -> list[str]:
+            excluded = {roles[name], "n_head" if "dim" in plain(last_part(name)) else None}
+            return [role for role in WIDTHS if role not in excluded]
+
+        def assigned(names: Sequence[str]) -> Iterator[dict[str, Value]]:
+            kept = {role for name, role in roles.items() if name not in names} - {"n_embd"}
+            for found in product(*map(others, names)):
+                if len(set(found)) == len(found) and not kept.intersection(found):
+                    yield dict(zip(names, map(_of_role, found), strict=True))
+
+        widths = [name for name, role in roles.items() if role in WIDTHS]
+        changed = [*combinations(widths, 1), *combinations(widths, 2)]
+        return self._best({}, chain.from_iterable(map(assigned, changed)))[0]
+
+    def needed(self, switches: Mapping[str, bool], chosen: Mapping[str, Value]) -> dict[str, Value]:
+        """Return the switches of norms and positions that nothing replaces if they are off.
+
+        Without `use_rmsnorm`, some code has LayerNorm and other code has no norms; without
+        `use_rope`, some code has learned positions and other code has none. The numbers of
+        parameters tell, without those of modules that do not run.
+
+        Args:
+            switches: the user's own defaults of switches that are off otherwise.
+        """
+        found = dict[str, Value]()
+
+        def count(more: Mapping[str, Value]) -> int:
+            used, every = self._used({**chosen, **found, **more})
+            return used or every
+
+        for name, value in switches.items():
+            kept = {name: constant(value)}
+            with suppress(Exception, SystemExit):
+                more = count(kept) - count({})
+                positions = re.search("rope|rotary|alibi|sinus", plain(last_part(name)))
+                found |= kept if more > 0 or (positions and more == 0) else {}
+        return found
+
+    def to_turn_off(self, switches: Iterable[str], chosen: Mapping[str, Value]) -> dict[str, Value]:
+        """Return the switches without which a model has more nearly GPT-2's parameters.
+
+        An example is `use_ndlinear=True`, the author's default, which selects other projections.
+        """
+        found = dict[str, Value]()
+        for name in switches:
+            others = {**chosen, **found}
+            if distance := _distance(self.run, self.config, others)[0]:
+                found |= self._best(others, [{name: constant(False)}], most=distance)[0]
+        return found
+
+    def _best(
+        self,
+        chosen: Mapping[str, Value],
+        tries: Iterable[dict[str, Value]],
+        most: float | None = None,
+    ) -> tuple[dict[str, Value], list[str]]:
+        """Return the best combination of values, or {} and further unknown names.
+
+        A combination is returned only if the model can be called with it and differs from a GPT-2
+        by at most `most` parameters.
+
+        Raises:
+            ModuleNotFoundError: no combination works, at least one because of a missing library.
+        """
+        best, least = dict[str, Value](), UNCALLABLE if most is None else most
+        errors: list[ModuleNotFoundError] = []
+        end = process_time() + MOST_SECONDS
+        for combination in islice(tries, MOST_BUILDS):
+            if process_time() > end:
+                break
+            try:
+                distance, missing = _distance(self.run, self.config, {**chosen, **combination})
+            except ModuleNotFoundError as error:
+                errors.append(error)
+                continue
+            unknown = [name for name in missing if name not in combination]
+            if unknown and not best:
+                return {}, unknown
+            if distance is not None and distance < least:
+                best, least = combination, distance
+            if least == 0:
+                break
+        if errors and not best and most is None:
+            raise errors[0]
+        return best, []
 
 
 def _has_no_role(name: str) -> bool:
-    last = name.rpartition(".")[2]
-    return role_of(last) is None and not meanings(last) and not neutral(last)[0]
-
-
-def needed(
-    run: Run, switches: Mapping[str, bool], chosen: Mapping[str, Value], config: GPT2Config
-) -> dict[str, Value]:
-    """Return the switches of norms and positions that nothing replaces if they are off.
-
-    Without `use_rmsnorm`, some code has LayerNorm and other code has no norms; without `use_rope`,
-    some code has learned positions and other code has none. The numbers of parameters tell, without
-    those of modules that do not run.
-
-    Args:
-        run: builds and calls the user's model.
-        switches: the user's own defaults of arguments and entries that are off otherwise.
-        chosen: values of other arguments and entries.
-        config: the config of the checkpoint.
-    """
-    small, found = small_config(config), dict[str, Value]()
-
-    def count(more: Mapping[str, Value]) -> int:
-        used, every = _used(run, small, {**chosen, **found, **more})
-        return used or every
-
-    for name, value in switches.items():
-        kept = {name: constant(value)}
-        with suppress(Exception, SystemExit):
-            more = count(kept) - count({})
-            positions = re.search("rope|rotary|alibi|sinus", plain(name.rpartition(".")[2]))
-            found |= kept if more > 0 or (positions and more == 0) else {}
-    return found
-
-
-def to_turn_off(
-    run: Run, switches: Iterable[str], chosen: Mapping[str, Value], config: GPT2Config
-) -> dict[str, Value]:
-    """Return the switches to turn off: without them a model has more nearly GPT-2's parameters.
-
-    An example is `use_ndlinear=True`, the author's default, which selects other projections.
-
-    Args:
-        run: builds and calls the user's model.
-        switches: arguments and entries of configs that are on.
-        chosen: values of other arguments and entries.
-        config: the config of the checkpoint.
-    """
-    found = dict[str, Value]()
-    for name in switches:
-        distance, _ = _distance(run, config, {**chosen, **found})
-        if distance:
-            best, _ = _best(
-                run, config, {**chosen, **found}, [{name: constant(False)}], most=distance
-            )
-            found |= best
-    return found
+    own = last_part(name)
+    return role_of(own) is None and not meanings(own) and not neutral(own)[0]
 
 
 def arguments_with(values: Mapping[str, Value], config: GPT2Config) -> dict[str, Any]:
@@ -305,42 +301,9 @@ def nested(entries: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _best(
-    run: Run,
-    config: GPT2Config,
-    chosen: Mapping[str, Value],
-    tries: Iterable[dict[str, Value]],
-    most: float | None = None,
-) -> tuple[dict[str, Value], list[str]]:
-    """Return the best combination of values, or {} and further unknown names.
-
-    A combination is returned only if the model can be called with it and differs from a GPT-2 by at
-    most `most` parameters.
-
-    Raises:
-        ModuleNotFoundError: no combination works, at least one because of a missing library.
-    """
-    best, least = dict[str, Value](), UNCALLABLE if most is None else most
-    errors: list[ModuleNotFoundError] = []
-    end = process_time() + MOST_SECONDS
-    for combination in islice(tries, MOST_BUILDS):
-        if process_time() > end:
-            break
-        try:
-            distance, missing = _distance(run, config, {**chosen, **combination})
-        except ModuleNotFoundError as error:
-            errors.append(error)
-            continue
-        unknown = [name for name in missing if name not in combination]
-        if unknown and not best:
-            return {}, unknown
-        if distance is not None and distance < least:
-            best, least = combination, distance
-        if least == 0:
-            break
-    if errors and not best and most is None:
-        raise errors[0]
-    return best, []
+def last_part(name: str) -> str:
+    """Return the entry of `argument.entry`, or the argument."""
+    return name.rpartition(".")[2]
 
 
 def _by_likelihood(every: Mapping[str, Sequence[Value]]) -> Iterator[dict[str, Value]]:
@@ -423,7 +386,7 @@ def _counts(config: GPT2Config) -> Iterable[int]:
 
 def _candidates(entry: str, code: Code) -> list[Value]:
     """Return the possible values of an argument or `argument.entry`, the most likely first."""
-    name, text = entry.rpartition(".")[2], code.text
+    name, text = last_part(entry), code.text
     for kind, values in code.choices.items():  # `norm_type` or `norm: NormType`
         annotated = re.search(rf"\b{re.escape(name)}\s*:\s*[\w.]*\b{kind}\b", text)
         if annotated or plain(name) in plain(kind):
@@ -469,7 +432,7 @@ def _candidates(entry: str, code: Code) -> list[Value]:
 
 def is_boolean(entry: str, code: Code) -> bool:
     """Whether the code annotates an entry as a boolean, or it is named like one: `use_cache`."""
-    name = re.escape(entry.rpartition(".")[2])
+    name = re.escape(last_part(entry))
     annotated = re.search(rf"\b{name}\s*:\s*[\"']?(Optional\[)?bool\b", code.text)
     return annotated is not None or re.match("(use|is|has|enable)_", name) is not None
 
