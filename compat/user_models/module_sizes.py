@@ -36,6 +36,7 @@ from compat.user_models.synonyms import (
     is_window,
     role_of,
     role_of_number,
+    size_role,
     takes_sizes,
     value_of,
 )
@@ -80,11 +81,9 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
                     changed |= _resize(owner, entries, config, undo)
             changed |= _resize(vars(module), vars(module), config, undo, by_use, aliases, arguments)
             for name, value in _undefined(module, config).items():
-                undo.callback(_write, vars(module), name, _ABSENT)
-                _write(vars(module), name, value)
+                _replace(vars(module), name, value, undo)
             for name, key, value in _undefined_entries(target, module, config):
-                undo.callback(_write, vars(module)[name], key, _ABSENT)
-                _write(vars(module)[name], key, value)
+                _replace(vars(module)[name], key, value, undo)
         for module in modules if changed else []:
             _recompute_globals(module, undo)
             _recompute_defaults(module, undo)
@@ -209,21 +208,18 @@ def _resize(
     heads = {numbers[n] for n, role in roles.items() if role == "n_head"} - {None, 1}
     if heads:
         roles |= {n: "n_embd" for n, r in roles.items() if r == "d_head" and numbers[n] in widths}
-    own = owner if isinstance(owner, dict) else vars(owner)
     for name, value in entries.items():
         if isinstance(value, (str, torch.device)) and role_of(str(name)) == "device":
-            undo.callback(_write, owner, name, own.get(name, _ABSENT))
-            _write(owner, name, type(value)("cpu"))
+            _replace(owner, name, type(value)("cpu"), undo)
     sizes = {
-        name: role for name, role in roles.items()
+        name: value_of(role, config) for name, role in roles.items()
         if role and (role in SIZES or isinstance(numbers[name], Unknown))
         and (numbers[name] is not None or name.lower() not in AMBIGUOUS)
     }  # fmt: skip
-    for name, role in sizes.items():
-        undo.callback(_write, owner, name, own.get(name, _ABSENT))
-        _write(owner, name, value_of(role, config))
+    for name, size in sizes.items():
+        _replace(owner, name, size, undo)
     if sizes and isinstance(owner, type) and dataclasses.is_dataclass(owner):
-        _resize_fields(owner, {n: value_of(role, config) for n, role in sizes.items()}, undo)
+        _resize_fields(owner, sizes, undo)
     return bool(sizes)
 
 
@@ -231,10 +227,8 @@ def _resize_fields(owner: type, sizes: Mapping[str, Any], undo: contextlib.ExitS
     """Replace the defaults of a data class's fields, for code that builds it without arguments."""
     init = inspect.getattr_static(owner, "__init__")
     old = getattr(init, "__defaults__", None) or ()
-    parameters = list(inspect.signature(init).parameters.values())
-    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][-len(old) :]
     undo.callback(setattr, init, "__defaults__", init.__defaults__)
-    pairs = zip(named, old, strict=True) if old else ()
+    pairs = zip(_positional(init)[-len(old) :], old, strict=True) if old else ()
     init.__defaults__ = tuple(sizes.get(n, v) if type(v) is int else v for n, v in pairs) or None
 
 
@@ -255,11 +249,9 @@ def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
             for name, value in passed:
                 if isinstance(value, ast.Name):
                     found.setdefault(value.id, set()).add(role_of(name, among=names))
-        for node in tree_of(module).body:
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in found:
-                    if not isinstance(value, ast.Constant):
-                        found[name].add(None)
+        for name, value in _assignments(module):
+            if name in found and not isinstance(value, ast.Constant):
+                found[name].add(None)
     return {name: role for name, (role, *more) in found.items() if role in SIZES and not more}
 
 
@@ -280,12 +272,18 @@ def _roles_of_aliases(modules: Sequence[ModuleType]) -> dict[str, str]:
     """Return the roles of globals that are another size, as in `head_size = n_embd`."""
     found: dict[str, str] = {}
     for module in modules:
-        for node in tree_of(module).body:
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name(id=other)):
-                    role = role_of(other, vars(module))
-                    found |= {name: role} if role in SIZES else {}
+        for name, value in _assignments(module):
+            if isinstance(value, ast.Name) and (role := size_role(value.id, vars(module))):
+                found[name] = role
     return found
+
+
+def _assignments(module: ModuleType) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that a module assigns one by one, and the expressions."""
+    for node in tree_of(module).body:
+        match node:
+            case ast.Assign([ast.Name(name)], value):
+                yield name, value
 
 
 def _positional(function: Any) -> list[str]:
@@ -301,13 +299,9 @@ def _recompute_globals(module: ModuleType, undo: contextlib.ExitStack) -> None:
     own = vars(module)
     numbers = {name for name, value in own.items() if type(value) in (int, Unknown)}
     others = {name for name in numbers if role_of(name, among=numbers) not in SIZES}
-    for node in tree_of(module).body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in others:
-                found = _computed(value, module)
-                if isinstance(found, int):
-                    undo.callback(_write, own, name, own[name])
-                    own[name] = found
+    for name, value in _assignments(module):
+        if name in others and isinstance(found := _computed(value, module), int):
+            _replace(own, name, found, undo)
 
 
 def _recompute_defaults(module: ModuleType, undo: contextlib.ExitStack) -> None:
@@ -348,6 +342,15 @@ def _computed(expression: ast.expr, module: ModuleType) -> Any:
     with contextlib.suppress(Exception):
         return eval(compile(ast.Expression(expression), "<default>", "eval"), vars(module))
     return None
+
+
+def _replace(
+    owner: dict[Any, Any] | type, name: str, value: object, undo: contextlib.ExitStack
+) -> None:
+    """Set an entry or a class attribute, and restore what it was when `undo` is closed."""
+    own = owner if isinstance(owner, dict) else vars(owner)
+    undo.callback(_write, owner, name, own.get(name, _ABSENT))
+    _write(owner, name, value)
 
 
 def _write(owner: dict[Any, Any] | type, name: str, value: object) -> None:
