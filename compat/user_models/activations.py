@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compat.user_models.usage import is_users_class, modules_text, nodes_of, user_modules
+from compat.user_models.usage import is_users_class, modules_text, users_globals, users_nodes
 
 # Names of GPT-2's activation, the tanh form of GELU; the first in the user's code is passed.
 GELUS = ("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "tanh", "gelu")
@@ -57,9 +57,8 @@ def _uses(cls: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
     `getattr(nn, name)`, and "other", such as a comparison. Storing the value, and passing it to the
     user's classes, are not listed.
     """
-    modules = user_modules(cls)
-    nodes = [node for module in modules for node in nodes_of(module)]
-    classes = {n for module in modules for n, v in vars(module).items() if is_users_class(v)}
+    nodes = list(users_nodes(cls))
+    classes = {name for name, value in users_globals(cls) if is_users_class(value)}
     names = [name]
     uses: set[str] = set()
     for each in names:  # grows

@@ -77,10 +77,10 @@ from compat.user_models.usage import (
     is_users_class,
     items_of,
     modules_text,
-    nodes_of,
     reads,
     tree_of,
-    user_modules,
+    users_globals,
+    users_nodes,
 )
 from compat.user_models.vocabulary_argument import vocabulary_for
 
@@ -277,7 +277,7 @@ def _constructed(
     Raises:
         MemoryError: the tensors are far larger than those of a model with the sizes of `config`.
     """
-    values = [value for module in user_modules(target) for value in list(vars(module).values())]
+    values = [value for _, value in users_globals(target)]
     lists: dict[Any, list[str]] = {
         value: vars(value)["_tied_weights_keys"] for value in values
         if is_users_class(value) and isinstance(vars(value).get("_tied_weights_keys"), list)
@@ -358,8 +358,7 @@ def _other_way(
     with_more = (own for own in more if own and runs(config.n_embd, own))
     for own in chain(with_more, _as_called(target, config, kwargs)):
         return config, own, f"only runs with {_listed_entries(own)}"
-    nodes = (node for module in user_modules(target) for node in nodes_of(module))
-    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    constants = [node.value for node in users_nodes(target) if isinstance(node, ast.Constant)]
     numbers = Counter(n for n in constants if type(n) is int and 8 <= n <= 4096)
     width = next((n for n, _ in numbers.most_common(12) if runs(n)), None)
     if width is not None:
@@ -533,8 +532,7 @@ def _choices(target: type[nn.Module]) -> dict[str, list[Value]]:
 
     An implementation is built without arguments. Those that are named as the usual one come first.
     """
-    values = [v for module in user_modules(target) for v in list(vars(module).values())]
-    classes = dict.fromkeys(v for v in values if isinstance(v, type) and is_users_class(v))
+    classes = dict.fromkeys(value for _, value in users_globals(target) if is_users_class(value))
     found: dict[str, list[Value]] = {}
     for cls in classes:
         if issubclass(cls, Enum):
@@ -733,8 +731,7 @@ def _modules_taken(
 ) -> Iterator[tuple[str, type[nn.Module]]]:
     """Return required arguments named like a class of the user's modules: `gpt` for `GPT`."""
     classes = {
-        plain(name): value
-        for module in user_modules(target) for name, value in list(vars(module).items())
+        plain(name): value for name, value in users_globals(target)
         if isinstance(value, type) and issubclass(value, nn.Module) and value is not target
     }  # fmt: skip
     for name, parameter in parameters.items():

@@ -226,24 +226,22 @@ def _name_of(node: ast.expr) -> str:
 def factors_of(cls: Callable[..., Any], name: str) -> set[str]:
     """Return the names by which the user's code multiplies an entry: `dim` in `dim * ratio`."""
     found: set[str] = set()
-    for module in user_modules(cls):
-        for node in nodes_of(module):
-            names = {_name_of(operand) for operand in _operands(node)}
-            found |= names - {name, ""} if name in names else set()
+    for node in users_nodes(cls):
+        names = {_name_of(operand) for operand in _operands(node)}
+        found |= names - {name, ""} if name in names else set()
     return found
 
 
 def is_width(cls: Callable[..., Any], name: str) -> bool:
     """Return whether the user's code multiplies an entry by 4, or passes it to a norm."""
-    for module in user_modules(cls):
-        for node in nodes_of(module):
-            operands = _operands(node)
-            if isinstance(node, ast.Call) and ast.unparse(node.func).lower().endswith("norm"):
-                operands = node.args[:1]
-            elif not any(isinstance(n, ast.Constant) and n.value == 4 for n in operands):
-                continue
-            if name in map(_name_of, operands):
-                return True
+    for node in users_nodes(cls):
+        operands = _operands(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).lower().endswith("norm"):
+            operands = node.args[:1]
+        elif not any(isinstance(n, ast.Constant) and n.value == 4 for n in operands):
+            continue
+        if name in map(_name_of, operands):
+            return True
     return False
 
 
@@ -258,27 +256,26 @@ def _operands(node: ast.AST) -> list[ast.expr]:
 def compared_strings(cls: Callable[..., Any]) -> dict[str, set[str]]:
     """Return the strings that the user's code compares variables and attributes with, by name."""
     found: dict[str, set[str]] = {}
-    for module in user_modules(cls):
-        for node in nodes_of(module):
-            match node:
-                case ast.Compare(left, _, others):
-                    sides = [left, *others]
-                case ast.Match(subject, cases):
-                    patterns = [n for case in cases for n in ast.walk(case.pattern)]
-                    sides = [subject, *(n.value for n in patterns if isinstance(n, ast.MatchValue))]
-                case _:
-                    continue
-            strings = {
-                n.value for side in sides for n in getattr(side, "elts", [side])
-                if isinstance(n, ast.Constant) and isinstance(n.value, str)
-            }  # fmt: skip
-            for side in sides if strings else ():
-                match side:
-                    case ast.Call(ast.Attribute(ast.expr() as side, "lower" | "strip")):
-                        pass
-                match side:
-                    case ast.Name(name) | ast.Attribute(_, name):
-                        found.setdefault(name, set()).update(strings)
+    for node in users_nodes(cls):
+        match node:
+            case ast.Compare(left, _, others):
+                sides = [left, *others]
+            case ast.Match(subject, cases):
+                patterns = [n for case in cases for n in ast.walk(case.pattern)]
+                sides = [subject, *(n.value for n in patterns if isinstance(n, ast.MatchValue))]
+            case _:
+                continue
+        strings = {
+            n.value for side in sides for n in getattr(side, "elts", [side])
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        }  # fmt: skip
+        for side in sides if strings else ():
+            match side:
+                case ast.Call(ast.Attribute(ast.expr() as side, "lower" | "strip")):
+                    pass
+            match side:
+                case ast.Name(name) | ast.Attribute(_, name):
+                    found.setdefault(name, set()).update(strings)
     return found
 
 
@@ -287,6 +284,11 @@ def tree_of(module: ModuleType) -> ast.Module:
     with contextlib.suppress(SyntaxError):
         return _parsed("".join(linecache.getlines(str(module.__file__))))
     return ast.Module(body=[], type_ignores=[])
+
+
+def users_nodes(cls: Callable[..., Any]) -> Iterator[ast.AST]:
+    """Yield all nodes of the syntax of the class's modules."""
+    return (node for module in user_modules(cls) for node in nodes_of(module))
 
 
 def nodes_of(module: ModuleType) -> tuple[ast.AST, ...]:
@@ -330,6 +332,11 @@ def user_modules(target: Callable[..., Any]) -> list[ModuleType]:
             if near or other.__name__ in SIBLINGS:
                 found.append(other)
     return found
+
+
+def users_globals(cls: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Return the names and values in the class's modules."""
+    return [item for module in user_modules(cls) for item in list(vars(module).items())]
 
 
 def is_users_class(value: object) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 
 from compat.config import GPT2Config
 from compat.user_models.missing import CallableSize
-from compat.user_models.synonyms import SIZES, plain, role_of, value_of
-from compat.user_models.usage import nodes_of, source_of, user_modules
+from compat.user_models.synonyms import plain, size_role, value_of
+from compat.user_models.usage import source_of, users_nodes
 
 # Names of what maps tokens to ids or ids to tokens, such as `stoi` and `word2idx`.
 _SIDE = r"(s|str|ch|chars?|words?|tok(en)?s?|pieces?|i|ix|idx|ids?|int|ind(ex)?)"
@@ -75,8 +75,8 @@ class Vocabulary:
             return self
         if _COUNT.fullmatch(short):
             return CallableSize(self._size)
-        if (role := role_of(name.removeprefix("get_"))) in SIZES:
-            return CallableSize(value_of(str(role), self._config))
+        if role := size_role(name.removeprefix("get_")):
+            return CallableSize(value_of(role, self._config))
         if _ID.fullmatch(short):
             return CallableSize(self._id(name))
         raise AttributeError(f"the vocabulary has no {name!r}", name=name, obj=self)
@@ -97,7 +97,7 @@ def vocabulary_for(
         return None
     own = ast.parse(textwrap.dedent(source_of(inspect.getattr_static(cls, "__init__"))) or "0")
     inner = [  # constructors that it may be passed on to
-        node for module in user_modules(cls) for node in nodes_of(module)
+        node for node in users_nodes(cls)
         if isinstance(node, ast.FunctionDef) and node.name == "__init__"
         and parameter.name in {argument.arg for argument in node.args.args}
     ]  # fmt: skip
@@ -107,7 +107,7 @@ def vocabulary_for(
             case ast.Call(ast.Name("len" | "enumerate" | "list" | "sorted"), [used]):
                 needed |= _is(used, parameter.name)
             case ast.Subscript(owner, ast.Constant(str(key))) if _is(owner, parameter.name):
-                if role_of(key) in SIZES:
+                if size_role(key):
                     return None
                 needed = True
             case ast.Attribute(owner, name) if _is(owner, parameter.name):
