@@ -46,12 +46,8 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
     try:
         while True:
             try:
-                _loading.append(True)
-                try:
-                    with _versions_of_the_project():
-                        return load()
-                finally:
-                    _loading.pop()
+                with _while_loading():
+                    return load()
             except Exception as error:
                 name, cause = "", error
                 if isinstance(error, AdaptError) and isinstance(error.__cause__, Exception):
@@ -80,8 +76,11 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
 
 
 @contextlib.contextmanager
-def _versions_of_the_project() -> Iterator[None]:
-    """Let the user's code read the version of a package that is not installed, as of its own."""
+def _while_loading() -> Iterator[None]:
+    """Let names of missing libraries be called in the body.
+
+    The user's code can read the version of a package that is not installed, as of its own.
+    """
     installed = importlib.metadata.version
 
     def version(distribution_name: str) -> str:
@@ -93,9 +92,11 @@ def _versions_of_the_project() -> Iterator[None]:
             raise
 
     importlib.metadata.version = version
+    _loading.append(True)
     try:
         yield
     finally:
+        _loading.pop()
         importlib.metadata.version = installed
 
 
