@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -117,8 +117,7 @@ def other_targets(target: str, chosen: str) -> list[str]:
     def others(module: ModuleType, body: Sequence[ast.stmt]) -> list[str]:
         every, classes = _unused(_model_classes(module, body), body)
         bases = [ast.unparse(base) for base in getattr(classes.get(chosen), "bases", [])]
-        found = [*reversed(every), *(base for base in bases if base in classes)]
-        return [n for n in found if _features(n, classes, FEATURES) == len(FEATURES)]
+        return _whole([*reversed(every), *(base for base in bases if base in classes)], classes)
 
     with contextlib.suppress(AdaptError):
         return [f"{place}:{name}" for name in _from_file(path, others) if name != chosen]
@@ -203,28 +202,29 @@ def _from_file(path: Path, choose: Callable[[ModuleType, Sequence[ast.stmt]], Fo
     deferred = _DeferredFinder()
 
     def execute(lazily: bool, folders: list[Path] = folders) -> Found:
-        while True:
-            try:
-                return execute_once(lazily, folders)
-            except (Exception, SystemExit) as error:
-                if not deferred.defers(error, path):
-                    raise
+        """Execute the file, and once more for each module of its project that fails."""
+
+        def despite_failing_modules() -> Found:
+            while True:
+                try:
+                    return execute_once(lazily, folders)
+                except (Exception, SystemExit) as error:
+                    if not deferred.defers(error, path):
+                        raise
+
+        return despite_missing_libraries(despite_failing_modules)
 
     def execute_once(lazily: bool, folders: list[Path]) -> Found:
-        if lazily:
-            lazy = LazyModule(".".join([*parts, unique]), path)
-            lazy.module.__package__ = ".".join(parts)
-            with _importing(lazy.module, folders, deferred):
-                return choose(lazy.module, [s.node for s in lazy.statements])
-        module = ModuleType(".".join([*parts, unique]))
+        name = ".".join([*parts, unique])
+        lazy = LazyModule(name, path) if lazily else None
+        module = lazy.module if lazy else ModuleType(name)
         module.__file__, module.__package__ = str(path), ".".join(parts)
         with _importing(module, folders, deferred):
+            if lazy:
+                return choose(module, [s.node for s in lazy.statements])
             with limited_time():
                 exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
             return choose(module, tree.body)
-
-    def lazily() -> Found:
-        return despite_missing_libraries(lambda: execute(lazily=True))
 
     def in_package() -> Found:
         """Import the file as other modules would: under its own name, after its package.
@@ -245,10 +245,10 @@ def _from_file(path: Path, choose: Callable[[ModuleType, Sequence[ast.stmt]], Fo
 
     runs_long = str(path) in _SLOW or _trains(tree)
     if path.suffix == ".ipynb" or runs_long or needs_main(tree) or _hides_model(tree):
-        return lazily()
+        return execute(lazily=True)
     try:
         try:
-            return despite_missing_libraries(lambda: execute(lazily=False))
+            return execute(lazily=False)
         except ModuleNotFoundError as error:
             # A file model/model.py hides the package `model` that it belongs to.
             package = str(error.name).partition(".")[0]
@@ -256,13 +256,13 @@ def _from_file(path: Path, choose: Callable[[ModuleType, Sequence[ast.stmt]], Fo
             if "is not a package" not in str(error) or outer is None:
                 raise
             sys.modules.pop(package, None)
-            return despite_missing_libraries(lambda: execute(False, [outer]))
+            return execute(False, [outer])
     except (Exception, SystemExit) as error:
         if isinstance(error, TimeoutError):
             _SLOW.add(str(path))
         if not isinstance(error, AdaptError):  # of a statement that the target may not need
             with contextlib.suppress(Exception):
-                return lazily()
+                return execute(lazily=True)
         with contextlib.suppress(Exception):
             return despite_missing_libraries(in_package)
         raise error
@@ -367,9 +367,9 @@ class _AboveFinder:
         self._folders = project_folders(folder)
         self.top = self._folders[-1]
         self._path = {*sys.path, *map(str, (*folders, Path.cwd()))}
-        imports = re.findall(
-            r"^from (\w+)\.(\w+)([\w.]*) import \(?([\w, ]*)", _text(file), re.MULTILINE
-        )
+        source = read_source(file) if file.suffix == ".py" else ""
+        pattern = r"^from (\w+)\.(\w+)([\w.]*) import \(?([\w, ]*)"
+        imports = re.findall(pattern, source, re.MULTILINE)
         self._renamed = {
             package: above
             for package, part, inner, names in reversed(imports)
@@ -403,11 +403,6 @@ def _defines(file: Path, names: list[str]) -> bool:
     """Return whether a Python file exists and contains one of the names, if there are any."""
     text = read_source(file) if file.is_file() else None
     return text is not None and (not names or any(re.search(rf"\b{n}\b", text) for n in names))
-
-
-def _text(file: Path) -> str:
-    """Return the source of a Python file; nothing for a notebook."""
-    return read_source(file) if file.suffix == ".py" else ""
 
 
 class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -483,8 +478,7 @@ def _hides_model(tree: ast.Module) -> bool:
     """Return whether a file defines language models only in functions or below the main guard."""
     nothing = ModuleType("nothing")
     seen, every = _model_classes(nothing, tree.body), _model_classes(nothing, unguarded(tree))
-    whole = any(_features(name, seen, FEATURES) == len(FEATURES) for name in seen)
-    return len(every) > len(seen) and not whole
+    return len(every) > len(seen) and not _whole(seen, seen)
 
 
 def _called(tree: ast.AST) -> set[str]:
@@ -589,7 +583,7 @@ def _sequential(classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]) -> s
 
     They are its parts, such as a block with rotary embeddings; a file may have none.
     """
-    models = {name for name in classes if _features(name, classes, FEATURES) == len(FEATURES)}
+    models = {*_whole(classes, classes)}
     for node in body:
         if isinstance(node, ast.FunctionDef) and takes_sizes(_argument_names(node)):
             text = ast.unparse(node)
@@ -627,6 +621,11 @@ def _features(name: str, classes: dict[str, ast.ClassDef], patterns: Sequence[st
                       if isinstance(n, ast.Name) and n.id in classes]  # fmt: skip
     text = " ".join(ast.unparse(classes[each]) for each in reached)
     return sum(re.search(pattern, text) is not None for pattern in patterns)
+
+
+def _whole(names: Iterable[str], classes: dict[str, ast.ClassDef]) -> list[str]:
+    """Return the classes that have all features of a language model."""
+    return [name for name in names if _features(name, classes, FEATURES) == len(FEATURES)]
 
 
 def _most(names: list[str], classes: dict[str, ast.ClassDef], patterns: Sequence[str]) -> list[str]:
