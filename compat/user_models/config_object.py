@@ -66,8 +66,6 @@ _COMPUTED = re.compile("kv|key|group|multiplier")
 _ASKS_FOR_A_FILE = re.compile(r"\b(exists|is_?file|is_?dir)\(")
 _WIDTH = re.compile("dim|embd?|model|width|size")
 LARGEST_FACTOR = 16  # by which a default multiplies the width
-# What a config class raises where an attribute cannot be set; pydantic's error is a ValueError.
-REFUSED = (AttributeError, TypeError, ValueError)
 
 
 def known_values(
@@ -212,16 +210,14 @@ def _instance(
     # Values in the body of a class without parameters, or of its constructor, are replaced as well.
     constants = _constants(template) - {*parameters, *entries}
     for name, value in (known if parameters else {**known, **entries}).items():
-        needed = {*usage.names} - usage.optional
         replaced = not parameters or (name in constants and role_of(name, names) in SIZES)
-        if replaced or (name in needed and not hasattr(made, name)):
-            with contextlib.suppress(*REFUSED):  # a property, or frozen
-                setattr(made, name, value)
+        needed = name in usage.names and name not in usage.optional
+        if replaced or (needed and not hasattr(made, name)):
+            _set(made, name, value)
     # Entries that the class lacks, because the model has outgrown it.
     for name, value in entries.items():
         if name not in {*parameters, *usage.sections} and not hasattr(made, name):
-            with contextlib.suppress(*REFUSED):
-                setattr(made, name, value)
+            _set(made, name, value)
     # Fields of a class whose decorator is that of a missing library, such as attrs.
     for name, annotation in inspect.get_annotations(template).items():
         if not parameters and not hasattr(made, name):
@@ -234,9 +230,15 @@ def _instance(
             setattr(made, name, section)
     if _exports(cls) and not hasattr(made, "to_dict"):
         exported = dict(vars(made)) if hasattr(made, "__dict__") else {}
-        with contextlib.suppress(*REFUSED):
-            made.to_dict = lambda: exported
+        _set(made, "to_dict", lambda: exported)
     return made, []
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    """Set an attribute, unless it is a property or the object is frozen."""
+    # pydantic's error is a ValueError.
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        setattr(config, name, value)
 
 
 def _settings_in_files(cls: Callable[..., Any], names: Collection[str]) -> dict[str, Any]:

@@ -849,12 +849,9 @@ def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Modul
         if isinstance(value, type) and issubclass(value, nn.Module) and value is not cls
         and is_users_class(value)
     }  # fmt: skip
-    for value in classes:
-        if _annotation(parameter) == value.__name__ or plain(parameter.name) == plain(
-            value.__name__
-        ):
-            return value
-    return None
+    named = (_annotation(parameter), plain(parameter.name))
+    found = (c for c in classes if c.__name__ == named[0] or plain(c.__name__) == named[1])
+    return next(found, None)
 
 
 def _function_arguments(
