@@ -332,8 +332,11 @@ def show(adaptation: compat.Adaptation, out: Console) -> None:
         print_wrapped(out, Text(f"no parameter for {names}"), "  ", "    ")
     important = [finding for finding in adaptation.findings if finding.severity != "info"]
     for _, on_a_line in groupby(important, key=_place):
+        found = list(on_a_line)
         out.print()
-        _show_findings(list(on_a_line), out)
+        _show_line(found[0], out)
+        for finding in found:
+            show_finding(finding, out)
     minor = [finding for finding in adaptation.findings if finding.severity == "info"]
     if minor:
         out.print()
@@ -386,13 +389,6 @@ def _parity(adaptation: compat.Adaptation) -> str:
     if all(tap.passed for tap in report.taps):
         return f"no parity, although {taps} agree"
     return f"parity fails from {report.first_divergence} on"
-
-
-def _show_findings(findings: Sequence[compat.Finding], out: Console) -> None:
-    """Print a line of source, then message, fix and evidence of each of its findings."""
-    _show_line(findings[0], out)
-    for finding in findings:
-        show_finding(finding, out)
 
 
 def show_finding(finding: compat.Finding, out: Console) -> None:

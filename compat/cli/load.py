@@ -30,7 +30,9 @@ def load_command(
     loaded = compat.load_pretrained(checkpoint, dialect)
     parameters = list(loaded.parameters())
     count = sum(parameter.numel() for parameter in parameters)
-    name_map = _name_map(dialect)
+    from compat.dialects import get_dialect
+
+    name_map = get_dialect(dialect).name_map
     tensors = _tensors(name_map, checkpoint)
     if as_json:
         print_json(
@@ -54,14 +56,8 @@ def load_command(
     print_notes(checkpoint.notes)
 
 
-def _name_map(dialect: options.DialectName) -> NameMap:
-    from compat.dialects import get_dialect
-
-    return get_dialect(dialect).name_map
-
-
 def _tensors(name_map: NameMap, checkpoint: compat.Checkpoint) -> list[dict[str, Any]]:
-    """Yield every Hugging Face tensor's name, shape, operation, and resulting parameters."""
+    """Return every Hugging Face tensor's name, shape, operation, and resulting parameters."""
     import torch
 
     entries = []
