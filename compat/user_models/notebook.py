@@ -258,12 +258,9 @@ def older_syntax(source: str) -> str:
         return source
     try:
         ast.parse(source)
-    except SyntaxError as error:
-        if "f-string" not in str(error.msg):
-            return source
-        return F_STRING.sub(_other_quotes, source)
-    except ValueError:  # null bytes
-        pass
+    except (SyntaxError, ValueError) as error:  # a ValueError for null bytes
+        if "f-string" in str(error):
+            return F_STRING.sub(_other_quotes, source)
     return source
 
 

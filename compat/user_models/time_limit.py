@@ -16,8 +16,8 @@ class _TimeIsUp(BaseException):
 
 
 @contextlib.contextmanager
-def limited_time(seconds: float | None = None) -> Iterator[None]:
-    """Run the body for at most so many seconds, by default `SECONDS`.
+def limited_time() -> Iterator[None]:
+    """Run the body for at most `SECONDS`.
 
     There is no limit outside the main thread, on systems without timers, and in the body of another
     limit, which holds for both.
@@ -25,7 +25,6 @@ def limited_time(seconds: float | None = None) -> Iterator[None]:
     Raises:
         TimeoutError: the body did not end in time.
     """
-    limit = SECONDS if seconds is None else seconds
     main = threading.current_thread() is threading.main_thread()
     if not main or not hasattr(signal, "setitimer") or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
@@ -35,11 +34,11 @@ def limited_time(seconds: float | None = None) -> Iterator[None]:
         raise _TimeIsUp
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         yield
     except _TimeIsUp as error:
-        fault = TimeoutError(f"it did not end in {limit:g} seconds")
+        fault = TimeoutError(f"it did not end in {SECONDS:g} seconds")
         raise fault.with_traceback(error.__traceback__) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
