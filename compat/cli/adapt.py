@@ -146,8 +146,7 @@ def adapt_command(
         raise typer.BadParameter("pass it with --diff or --fix.", param_hint="--unsafe-fixes")
     if summary:
         changing = {"--diff": diff, "--fix": fix, "--emit-map": emit_map, "--json": as_json}
-        for name, passed in changing.items():
-            options.exclude({"--summary": True, name: passed})
+        options.exclude({"--summary": True}, changing)
         options_passed = {
             "--kwargs": kwargs,
             "--part": part,

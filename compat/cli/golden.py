@@ -73,10 +73,9 @@ def golden_command(
     For each array, the file also has the largest difference that a correct port may have.
     """
     source = options.choose_source(source, model)
-    for name, value in {"--seed": seed, "--batch": batch, "--length": length}.items():
-        for other, exclusive in {"--text": text, "--ids": ids}.items():
-            options.exclude({other: exclusive, name: value})
-    options.exclude({"--text": text, "--ids": ids})
+    chosen_ids = {"--text": text, "--ids": ids}
+    options.exclude(chosen_ids, {"--seed": seed, "--batch": batch, "--length": length})
+    options.exclude(chosen_ids)
     if out.suffix not in (".safetensors", ".npz"):
         raise typer.BadParameter(
             f"{out} has the suffix {out.suffix!r}. Pass a name that ends in .safetensors or .npz.",

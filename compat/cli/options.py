@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -107,15 +109,20 @@ def choose_source(source: str | None, model: str | None, default: str | None = "
     return found
 
 
-def exclude(options: dict[str, object]) -> None:
-    """Refuse options that exclude each other, if more than one was passed.
+def exclude(options: Mapping[str, object], others: Mapping[str, object] | None = None) -> None:
+    """Refuse options that exclude each other, or that exclude each of `others`.
 
     Args:
         options: the values by the name of the option; None and False mean that it was not passed.
+        others: values like these.
 
     Raises:
         typer.BadParameter: several were passed; the message names them.
     """
+    if others is not None:
+        for pair in product(options.items(), others.items()):
+            exclude(dict(pair))
+        return
     passed = [name for name, value in options.items() if value is not None and value is not False]
     if len(passed) > 1:
         raise typer.BadParameter(f"{' and '.join(passed)} exclude each other. Pass one of them.")

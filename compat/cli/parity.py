@@ -88,15 +88,9 @@ def parity_command(
     Exit code 0: they do. 1: they do not, and the table shows from which layer on.
     """
     source = options.choose_source(source, model)
-    for name, value in {"--seed": seed, "--batch": batch, "--length": length}.items():
-        options.exclude({"--text": text, name: value})
-    for name, setting in {
-        "--all": every,
-        "--dialect": dialect,
-        "--dtype": dtype,
-        "--gradients": gradients,
-    }.items():
-        options.exclude({"--engine": engine, name: setting})
+    options.exclude({"--text": text}, {"--seed": seed, "--batch": batch, "--length": length})
+    of_blocks = {"--all": every, "--dialect": dialect, "--dtype": dtype, "--gradients": gradients}
+    options.exclude({"--engine": engine}, of_blocks)
     options.exclude({"--all": every, "--dialect": dialect})
     options.exclude({"--engine": engine, "--parallel": parallel})
     options.exclude({"--json": as_json, "--quiet": quiet})
