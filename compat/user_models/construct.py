@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -57,7 +57,6 @@ from compat.user_models.synonyms import (
 )
 from compat.user_models.trials import (
     Code,
-    Run,
     Search,
     UnknownArguments,
     Value,
@@ -146,7 +145,7 @@ def construct_with_call(
     if not isinstance(target, type) or config_name is not None or not other_ways:
         return _built(target, config, kwargs, config_name)
     with _quietly(), translated(f"{target.__name__} cannot be built", advice=MAKE_MODEL):
-        inferred = _inferred(target, config, kwargs)
+        inferred = _Attempts(target, config, kwargs).inferred()
     kwargs = merged(inferred, kwargs)
     more = f"; found by trying: {_listed_entries(inferred)}" if inferred else ""
     if undefined := undefined_sizes(target, config):
@@ -158,7 +157,8 @@ def construct_with_call(
     except AdaptError as error:
         failure = error
     with _quietly():
-        other = None if not failure and _runs(model, config) else _other_way(target, config, kwargs)
+        runs = not failure and _runs(model, config)
+        other = None if runs else _Attempts(target, config, kwargs).other_way()
     if other is not None:
         sizes, own, why = other
         model, described = _built(target, sizes, merged(own, kwargs))
@@ -185,8 +185,8 @@ def found_by_trying(
     own = dict(kwargs or {})
     if isinstance(target, type):
         with _quietly(), contextlib.suppress(AdaptError, ModuleNotFoundError):
-            own = merged(_inferred(target, config, own), own)
-            other = None if runs else _other_way(target, config, own)
+            own = merged(_Attempts(target, config, own).inferred(), own)
+            other = None if runs else _Attempts(target, config, own).other_way()
             if other is not None and other[0] == config:
                 own, runs = merged(other[1], own), True
     return own if runs else None
@@ -327,71 +327,208 @@ def _called(model: nn.Module, config: GPT2Config) -> Any:
             raise
 
 
-def _other_way(
-    target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
-) -> tuple[GPT2Config, dict[str, Any], str] | None:
-    """Find other sizes and arguments with which a model runs, and say why.
-
-    Switches have the user's defaults, arguments whose default is None have a value, all arguments
-    are those of a call of the user's, sizes have other meanings than their names, or the width is a
-    number that the code contains, as in `nn.LayerNorm(384)` beside sizes that are arguments.
-    """
-
-    def with_width(sizes: GPT2Config, width: int) -> GPT2Config:
-        heads, inner = math.gcd(width, config.n_head), width * config.d_inner // config.n_embd
-        return replace(sizes, n_embd=width, n_head=heads, n_inner=inner)
-
-    def runs(width: int, own: Mapping[str, Any] | None = None) -> bool:
-        sizes = replace(with_width(small_config(config), width), n_layer=1)
-        with contextlib.suppress(Exception, SystemExit):
-            arguments = _found_arguments(target, sizes, merged(own or {}, kwargs), None)
-            with resized(target, sizes):
-                return _runs(_constructed(target, arguments, sizes), sizes)
-        return False
-
-    if runs(config.n_embd):
-        return None  # other sizes are the reason
-    optional = [name for name, p in _parameters(target).items() if p.default is None]
-    known = {name: neutral(name)[1] for name in optional if neutral(name)[1] is not None}
-    known |= {name: torch.device("cpu") for name in optional if role_of(name) == "device"}
-    more = [_own_switches(target, config, kwargs), *({n: value} for n, value in known.items())]
-    with_more = (own for own in more if own and runs(config.n_embd, own))
-    for own in chain(with_more, _as_called(target, config, kwargs)):
-        return config, own, f"only runs with {_listed_entries(own)}"
-    constants = [node.value for node in users_nodes(target) if isinstance(node, ast.Constant)]
-    numbers = Counter(n for n in constants if type(n) is int and 8 <= n <= 4096)
-    width = next((n for n, _ in numbers.most_common(12) if runs(n)), None)
-    if width is not None:
-        return with_width(config, width), {}, f"runs in width {width} and not in {config.n_embd}"
-    with contextlib.suppress(AdaptError, ModuleNotFoundError):
-        sizes = _all_sizes(target, _found_arguments(target, config, kwargs), kwargs)
-        meant = Search(_runner(target, kwargs), config).reassigned(sizes)
-        if found := arguments_with(meant, config):
-            return config, found, f"only runs with {_listed_entries(found)}"
-    return None
-
-
-def _as_called(
-    target: type[nn.Module],
-    config: GPT2Config,
-    kwargs: Mapping[str, Any],
-    names: Collection[str] = (),
-) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of the user's own calls with which the model runs, in other sizes.
+@dataclass(frozen=True)
+class _Attempts:
+    """Finds arguments of a user's class by building its model and calling it.
 
     Args:
         target: The user's class.
         config: The config of the checkpoint.
         kwargs: Arguments that the caller sets.
-        names: The only arguments, and entries `argument.entry` of configs, that are taken over, or
-            all of them.
     """
-    small = small_config(config)
-    for call in own_calls(target):
-        with contextlib.suppress(Exception, SystemExit):
-            passed = _only(call.arguments(small), names)
-            if _tried(target, small, merged(passed, kwargs))[1]:
-                yield _only(call.arguments(config), names)
+
+    target: type[nn.Module]
+    config: GPT2Config
+    kwargs: Mapping[str, Any]
+
+    def inferred(self) -> dict[str, Any]:
+        """Return values for arguments with ambiguous names, from small models; see trials.py."""
+        small, chosen = small_config(self.config), dict[str, Value]()
+        search = Search(self.run, self.config)
+        try:
+            arguments = self._arguments_in(small)
+            chosen = search.better(self._alternatives(arguments), {})
+            chosen |= search.unnamed(self._sizes(arguments), chosen)
+            chosen |= search.needed(self._replaceable(small), chosen)
+            chosen |= search.to_turn_off(self._unknown_switches(arguments), chosen)
+            if any(isinstance(v, OWN_CONFIGS) or _attributes(v) for v in arguments.values()):
+                self.run(small, arguments_with(chosen, small))
+        except UnknownArguments as error:
+            code = Code(modules_text(self.target), _choices(self.target), _roles(self.target))
+            sizes = self._sizes({})
+            sizes |= {name: 0 for name in error.names if not is_boolean(name, code)}
+            if found := search.unnamed(sizes, chosen):
+                return arguments_with({**chosen, **found}, self.config)
+            chosen = search.tried(error.names, chosen, code)
+            if not chosen:
+                return next(self._as_called(error.names), {})
+            with contextlib.suppress(AdaptError):
+                arguments = self._arguments_in(small, arguments_with(chosen, small))
+                others = self._alternatives(arguments)
+                others = {name: roles for name, roles in others.items() if name not in chosen}
+                other = search.better(others, chosen)
+                if other:  # what was found beside the wrong meaning may be wrong too
+                    chosen = search.tried(chosen, other, code) or chosen
+                chosen |= search.unnamed(self._sizes(arguments), chosen)
+        except ModuleNotFoundError:
+            raise
+        except (Exception, SystemExit):
+            return {}  # the model in the checkpoint's sizes will raise it again
+        return arguments_with(chosen, self.config)
+
+    def other_way(self) -> tuple[GPT2Config, dict[str, Any], str] | None:
+        """Return other sizes and arguments with which the model runs, and why, or None.
+
+        Switches have the user's defaults, arguments whose default is None have a value, all
+        arguments are those of a call of the user's, sizes have other meanings than their names, or
+        the width is a number that the code contains, as in `nn.LayerNorm(384)` beside sizes that
+        are arguments.
+        """
+        config = self.config
+
+        def with_width(sizes: GPT2Config, width: int) -> GPT2Config:
+            heads, inner = math.gcd(width, config.n_head), width * config.d_inner // config.n_embd
+            return replace(sizes, n_embd=width, n_head=heads, n_inner=inner)
+
+        def runs(width: int, own: Mapping[str, Any]) -> bool:
+            sizes = replace(with_width(small_config(config), width), n_layer=1)
+            with contextlib.suppress(Exception, SystemExit):
+                arguments = self._arguments_in(sizes, own)
+                with resized(self.target, sizes):
+                    return _runs(_constructed(self.target, arguments, sizes), sizes)
+            return False
+
+        if runs(config.n_embd, {}):
+            return None  # other sizes are the reason
+        optional = [name for name, p in _parameters(self.target).items() if p.default is None]
+        known = {name: neutral(name)[1] for name in optional if neutral(name)[1] is not None}
+        known |= {name: torch.device("cpu") for name in optional if role_of(name) == "device"}
+        more = [self._own_switches(config), *({n: value} for n, value in known.items())]
+        with_more = (own for own in more if own and runs(config.n_embd, own))
+        for own in chain(with_more, self._as_called()):
+            return config, own, f"only runs with {_listed_entries(own)}"
+        constants = [n.value for n in users_nodes(self.target) if isinstance(n, ast.Constant)]
+        numbers = Counter(n for n in constants if type(n) is int and 8 <= n <= 4096)
+        width = next((n for n, _ in numbers.most_common(12) if runs(n, {})), None)
+        if width is not None:
+            why = f"runs in width {width} and not in {config.n_embd}"
+            return with_width(config, width), {}, why
+        with contextlib.suppress(AdaptError, ModuleNotFoundError):
+            sizes = self._sizes(self._arguments_in(config))
+            meant = Search(self.run, config).reassigned(sizes)
+            if found := arguments_with(meant, config):
+                return config, found, f"only runs with {_listed_entries(found)}"
+        return None
+
+    def run(self, sizes: GPT2Config, more: Mapping[str, Any]) -> tuple[nn.Module, bool]:
+        """Return the model in these sizes, and whether it can be called with ids.
+
+        Raises:
+            AdaptError: an argument or an entry of a config is unknown.
+            Exception: what the constructor raises.
+        """
+        arguments = self._arguments_in(sizes, more)
+        with _entries_known(self.target, arguments, sizes), resized(self.target, sizes):
+            model = _constructed(self.target, arguments, sizes)
+            try:
+                found = _called(model, sizes)
+            except ModuleNotFoundError:
+                raise
+            except Exception as error:
+                if _missing_entries(self.target, arguments, error):
+                    raise
+                return model, False
+            # Logits are as wide as the vocabulary. Other objects than tensors may hold them.
+            words = vocabulary(model, sizes)
+            return model, not isinstance(found, Tensor) or words in found.shape
+
+    def _arguments_in(
+        self, sizes: GPT2Config, more: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments in these sizes, with more of them set."""
+        return _found_arguments(self.target, sizes, merged(more or {}, self.kwargs))
+
+    def _as_called(self, names: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of the user's own calls with which the model runs, in other sizes.
+
+        Args:
+            names: The only arguments, and entries `argument.entry` of configs, that are taken over,
+                or all of them.
+        """
+        small = small_config(self.config)
+        for call in own_calls(self.target):
+            with contextlib.suppress(Exception, SystemExit):
+                if self.run(small, _only(call.arguments(small), names))[1]:
+                    yield _only(call.arguments(self.config), names)
+
+    def _own_switches(self, config: GPT2Config) -> dict[str, Any]:
+        """Return the user's values of the booleans that are passed with the opposite value.
+
+        They are those of the config in the class's module, or the defaults. Without a default,
+        either value may be the user's.
+        """
+        found: dict[str, Any] = {}
+        configs = list(vars(sys.modules[self.target.__module__]).values())
+        parameters = _parameters(self.target)
+        with contextlib.suppress(AdaptError):
+            for name, value in self._arguments_in(config).items():
+                default = parameters[name].default if name in parameters else None
+                if default is Parameter.empty and isinstance(value, bool):
+                    default = not value
+                same = (c for c in configs if type(c) is type(value) and _entries(c))
+                mine = next(same, type(value))
+                defaults = {key: getattr(mine, key, None) for key in _entries(value)}
+                passed: dict[str, Any] = {name: value, **_entries(value)}
+                own = {key: each for key, each in {name: default, **defaults}.items()
+                       if isinstance(each, bool) and passed[key] is (not each)}  # fmt: skip
+                if own:
+                    found[name] = own.get(name, own)
+        return found
+
+    def _replaceable(self, config: GPT2Config) -> dict[str, bool]:
+        """Return the user's switches of norms and positions whose opposite is passed.
+
+        Examples are `use_rope=True` and `remove_rmsnorm=False`.
+        """
+        kinds = re.compile("rms|rope|rotary|alibi|sinus")
+        own = _flat(self._own_switches(config))
+        return {n: v for n, v in own.items() if kinds.search(plain(last_part(n)))}
+
+    def _unknown_switches(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return the arguments and entries `use_…` that are on, and whose meaning is not known."""
+        on = [name for name, value in self._with_entries(arguments).items() if value is True]
+        ours = (n for n in on if last_part(n).startswith("use_") and not neutral(last_part(n))[0])
+        return sorted(ours, key=lambda name: "." in name)  # arguments before entries
+
+    def _alternatives(self, arguments: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+        """Return the arguments and config entries with ambiguous names, and their roles."""
+        entries, widths = self._with_entries(arguments), embedding_widths(self.target)
+        sizes = [name for name, value in entries.items() if type(value) is int]
+        ambiguous = {name: roles for name in sizes if (roles := meanings(last_part(name)))}
+        found = {name: roles for name, roles in ambiguous.items() if last_part(name) not in widths}
+        if any(role_of(last_part(name)) == "n_embd" for name in sizes if name not in ambiguous):
+            # `hidden_dim` beside `embedding_dim` is the MLP's width, unless it is that of a head.
+            found = {
+                name: roles for name, roles in found.items()
+                if "d_inner" not in roles
+                or any("head" in each for each in factors_of(self.target, last_part(name)))
+            }  # fmt: skip
+        return found
+
+    def _sizes(self, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """Return the integers among arguments and their entries, and the constructor's defaults."""
+        defaults = {name: p.default for name, p in _parameters(self.target).items()}
+        entries = self._with_entries({**defaults, **arguments})
+        return {name: value for name, value in entries.items() if type(value) is int}
+
+    def _with_entries(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments and their entries `argument.entry`, without those the caller sets."""
+        found: dict[str, Any] = {}
+        for name, value in arguments.items():
+            if name not in self.kwargs:
+                own = _entries(value) or ({} if isinstance(value, PLAIN) else _attributes(value))
+                found |= {name: value} | {f"{name}.{key}": entry for key, entry in own.items()}
+        return found
 
 
 def _only(arguments: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -402,122 +539,6 @@ def _only(arguments: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     for name, value in arguments.items():
         own |= {f"{name}.{key}": entry for key, entry in _entries(value).items()}
     return nested({name: own[name] for name in names if name in own})
-
-
-def _own_switches(
-    target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the user's values of the booleans that are passed with the opposite value.
-
-    They are those of the config in the class's module, or the defaults. Without a default, either
-    value may be the user's.
-    """
-    found: dict[str, Any] = {}
-    configs = list(vars(sys.modules[target.__module__]).values())
-    parameters = _parameters(target)
-    with contextlib.suppress(AdaptError):
-        for name, value in _found_arguments(target, config, kwargs).items():
-            default = parameters[name].default if name in parameters else None
-            if default is Parameter.empty and isinstance(value, bool):
-                default = not value
-            mine = next((c for c in configs if type(c) is type(value) and _entries(c)), type(value))
-            defaults = {key: getattr(mine, key, None) for key in _entries(value)}
-            passed: dict[str, Any] = {name: value, **_entries(value)}
-            own = {key: each for key, each in {name: default, **defaults}.items()
-                   if isinstance(each, bool) and passed[key] is (not each)}  # fmt: skip
-            if own:
-                found[name] = own.get(name, own)
-    return found
-
-
-def _replaceable(
-    target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
-) -> dict[str, bool]:
-    """Return the user's switches of norms and positions whose opposite is passed.
-
-    Examples are `use_rope=True` and `remove_rmsnorm=False`.
-    """
-    own = _flat(_own_switches(target, config, kwargs))
-    kinds = re.compile("rms|rope|rotary|alibi|sinus")
-    return {n: v for n, v in own.items() if kinds.search(plain(last_part(n)))}
-
-
-def _unknown_switches(arguments: Mapping[str, Any], given: Collection[str]) -> list[str]:
-    """Return the arguments and entries `use_…` that are on, and whose meaning is not known."""
-    found = [
-        name for name, value in _with_entries(arguments, given).items()
-        if value is True and last_part(name).startswith("use_") and not neutral(last_part(name))[0]
-    ]  # fmt: skip
-    return sorted(found, key=lambda name: "." in name)  # arguments before entries
-
-
-def _inferred(
-    target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Find values for arguments with ambiguous names by building small models; see trials.py."""
-    run, small, chosen = _runner(target, kwargs), small_config(config), dict[str, Value]()
-    search = Search(run, config)
-    try:
-        arguments = _found_arguments(target, small, kwargs)
-        chosen = search.better(_alternatives(target, arguments, kwargs), {})
-        chosen |= search.unnamed(_all_sizes(target, arguments, kwargs), chosen)
-        chosen |= search.needed(_replaceable(target, small, kwargs), chosen)
-        chosen |= search.to_turn_off(_unknown_switches(arguments, kwargs), chosen)
-        if any(isinstance(v, OWN_CONFIGS) or _attributes(v) for v in arguments.values()):
-            run(small, arguments_with(chosen, small))
-    except UnknownArguments as error:
-        code = Code(modules_text(target), _choices(target), _roles(target))
-        sizes = _all_sizes(target, {}, kwargs)
-        sizes |= {name: 0 for name in error.names if not is_boolean(name, code)}
-        if found := search.unnamed(sizes, chosen):
-            return arguments_with({**chosen, **found}, config)
-        chosen = search.tried(error.names, chosen, code)
-        if not chosen:
-            return next(_as_called(target, config, kwargs, error.names), {})
-        with contextlib.suppress(AdaptError):
-            given = merged(arguments_with(chosen, small), kwargs)
-            arguments = _found_arguments(target, small, given)
-            others = _alternatives(target, arguments, kwargs)
-            others = {name: roles for name, roles in others.items() if name not in chosen}
-            other = search.better(others, chosen)
-            if other:  # what was found beside the wrong meaning may be wrong too
-                chosen = search.tried(chosen, other, code) or chosen
-            chosen |= search.unnamed(_all_sizes(target, arguments, kwargs), chosen)
-    except ModuleNotFoundError:
-        raise
-    except (Exception, SystemExit):
-        return {}  # the model in the checkpoint's sizes will raise it again
-    return arguments_with(chosen, config)
-
-
-def _runner(target: type[nn.Module], kwargs: Mapping[str, Any]) -> Run:
-    """Return a function that builds and calls the model in other sizes, with more arguments."""
-    return lambda sizes, more: _tried(target, sizes, merged(more, kwargs))
-
-
-def _tried(
-    target: type[nn.Module], sizes: GPT2Config, kwargs: Mapping[str, Any]
-) -> tuple[nn.Module, bool]:
-    """Return the model in these sizes, and whether it can be called with ids.
-
-    Raises:
-        AdaptError: an argument or an entry of a config is unknown.
-        Exception: what the constructor raises.
-    """
-    arguments = _found_arguments(target, sizes, kwargs)
-    with _entries_known(target, arguments, sizes), resized(target, sizes):
-        model = _constructed(target, arguments, sizes)
-        try:
-            found = _called(model, sizes)
-        except ModuleNotFoundError:
-            raise
-        except Exception as error:
-            if _missing_entries(target, arguments, error):
-                raise
-            return model, False
-        # Logits are as wide as the vocabulary. Other objects than tensors may hold them.
-        words = vocabulary(model, sizes)
-        return model, not isinstance(found, Tensor) or words in found.shape
 
 
 def _roles(target: type[nn.Module]) -> set[str | None]:
@@ -546,46 +567,6 @@ def _choices(target: type[nn.Module]) -> dict[str, list[Value]]:
 
 def _instance(cls: Callable[[], Any], config: GPT2Config) -> Any:
     return cls()
-
-
-def _alternatives(
-    target: type[nn.Module], arguments: Mapping[str, Any], given: Collection[str]
-) -> dict[str, tuple[str, ...]]:
-    """Return the arguments and config entries with ambiguous names, and their roles."""
-    sizes, widths = _sizes_named(arguments, given), embedding_widths(target)
-    ambiguous = {name: roles for name in sizes if (roles := meanings(last_part(name)))}
-    found = {name: roles for name, roles in ambiguous.items() if last_part(name) not in widths}
-    if any(role_of(last_part(name)) == "n_embd" for name in sizes.keys() - ambiguous.keys()):
-        # `hidden_dim` beside `embedding_dim` is the MLP's width, unless it is that of a head.
-        found = {
-            name: roles for name, roles in found.items()
-            if "d_inner" not in roles
-            or any("head" in factor for factor in factors_of(target, last_part(name)))
-        }  # fmt: skip
-    return found
-
-
-def _with_entries(arguments: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Return the arguments and their entries `argument.entry`, but not those that are given."""
-    found: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if name not in given:
-            entries = _entries(value) or ({} if isinstance(value, PLAIN) else _attributes(value))
-            found |= {name: value} | {f"{name}.{key}": entry for key, entry in entries.items()}
-    return found
-
-
-def _sizes_named(arguments: Mapping[str, Any], given: Collection[str]) -> dict[str, int]:
-    """Return the integers among arguments and their entries, without those that the caller sets."""
-    return {n: v for n, v in _with_entries(arguments, given).items() if type(v) is int}
-
-
-def _all_sizes(
-    target: type[nn.Module], arguments: Mapping[str, Any], given: Collection[str]
-) -> dict[str, int]:
-    """Return the integers of `_sizes_named`, and the constructor's defaults."""
-    defaults = {name: p.default for name, p in _parameters(target).items()}
-    return _sizes_named({**defaults, **arguments}, given)
 
 
 def _attributes(value: object) -> dict[str, Any]:
