@@ -10,9 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from compat.user_code import project_folders
 from compat.user_models.synonyms import SIZES, role_of
-from compat.user_models.usage import user_modules
+from compat.user_models.usage import users_folders
 
 MOST_BYTES = 100_000
 
@@ -35,14 +34,12 @@ def config_in_files(
 
 
 def _files(target: Callable[..., Any]) -> Iterator[Path]:
-    for module in user_modules(target)[:1]:
-        path = Path(str(module.__file__)).resolve()
-        for folder in project_folders(path.parent):
-            for pattern in ("*", "conf*/*", "conf*/*/*"):
-                for file in sorted(folder.glob(f"{pattern}.*")):
-                    python = file.suffix == ".py" and "conf" in file.stem.lower()
-                    if (python or file.suffix in (".yaml", ".yml", ".json")) and file.is_file():
-                        yield file
+    for folder in users_folders(target):
+        for pattern in ("*", "conf*/*", "conf*/*/*"):
+            for file in sorted(folder.glob(f"{pattern}.*")):
+                python = file.suffix == ".py" and "conf" in file.stem.lower()
+                if (python or file.suffix in (".yaml", ".yml", ".json")) and file.is_file():
+                    yield file
 
 
 @lru_cache(maxsize=64)

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from compat.config import GPT2Config
-from compat.user_code import is_project_top, project_folders
+from compat.user_code import is_project_top
 from compat.user_models.notebook import read_source
 from compat.user_models.synonyms import AMBIGUOUS, CONFIG_CLASSES, size_role, value_of
-from compat.user_models.usage import assigned, is_users_class, tree_of, user_modules
+from compat.user_models.usage import assigned, is_users_class, tree_of, user_modules, users_folders
 
 MOST_FILES = 200  # of a project
 MOST_BYTES = 200_000  # of a file
@@ -254,11 +254,10 @@ def _files(target: type[nn.Module]) -> list[Path]:
     folders may hold other projects.
     """
     found: dict[Path, None] = {}
-    for module in user_modules(target)[:1]:
-        for folder in project_folders(Path(str(module.__file__)).resolve().parent):
-            depth = 3 if is_project_top(folder) else 1
-            for pattern in ("*.py", "*/*.py", "*/*/*.py")[:depth]:
-                found |= dict.fromkeys(sorted(folder.glob(pattern)))
+    for folder in users_folders(target):
+        depth = 3 if is_project_top(folder) else 1
+        for pattern in ("*.py", "*/*.py", "*/*/*.py")[:depth]:
+            found |= dict.fromkeys(sorted(folder.glob(pattern)))
     small = (file for file in found if file.stat().st_size <= MOST_BYTES)
     return [file for file, _ in zip(small, range(MOST_FILES), strict=False)]
 

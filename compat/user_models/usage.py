@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from compat.user_code import SIBLINGS, is_users
+from compat.user_code import SIBLINGS, is_users, project_folders
 from compat.user_models.synonyms import CONFIG_NAMES, SIZES, is_config_name, plain, role_of
 
 _ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
@@ -337,6 +337,12 @@ def user_modules(target: Callable[..., Any]) -> list[ModuleType]:
 def users_globals(cls: Callable[..., Any]) -> list[tuple[str, Any]]:
     """Return the names and values in the class's modules."""
     return [item for module in user_modules(cls) for item in list(vars(module).items())]
+
+
+def users_folders(cls: Callable[..., Any]) -> list[Path]:
+    """Return the folder of the class's file, and those above it in its project."""
+    files = [Path(str(module.__file__)).resolve() for module in user_modules(cls)[:1]]
+    return [folder for file in files for folder in project_folders(file.parent)]
 
 
 def is_users_class(value: object) -> bool:
