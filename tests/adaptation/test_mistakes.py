@@ -544,6 +544,21 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "extra_ln",
         "self.down(self.norm(",
     ),
+    "an activation after attention": (
+        [("return self.out_proj(out)", "return F.gelu(self.out_proj(out))")],
+        "extra_operation",
+        "F.gelu(self.out_proj(out))",
+    ),
+    "a number that the next norms remove": (
+        [(f"return self.down({GELU})", f"return self.down({GELU}) + 0.1")],
+        "extra_operation",
+        ") + 0.1",
+    ),
+    "other ids": (
+        [("self.tok_emb(ids)", "self.tok_emb((ids + 1) % self.tok_emb.num_embeddings)")],
+        "extra_operation",
+        "(ids + 1) %",
+    ),
     "the highest value of all positions": (
         [("return self.head(x)", "return self.head(x.max(dim=1).values)")],
         "pooled_positions",
@@ -808,6 +823,7 @@ BY_OWN_OPERATIONS = [
     "batch norms", "instance norms", "a group norm",
     "positions that are subtracted",
     "no query projection", "no key projection", "no value projection, and fewer biases",
+    "an activation after attention", "a number that the next norms remove",
     "queries that are clamped", "a norm before the activation", "a norm after the activation",
     "half of the last hidden states", "hidden states of the token before", "half of the activation",
 ]  # fmt: skip

@@ -551,10 +551,31 @@ def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, s
                     at, reader = ("q", "q, k and v") if number == 1 else ("fc", "the MLP")
                     yield norm.end, x, name, f"h.{i}.{at}", f"the projection of {reader}"
             stream, tap = total.node, after
+        yield from _ends_of_branches(context, i)
     if "ln_f" in places.named and not (places.post or {*places.extra} - {"embed"}):
         yield stream, places.named["ln_f"].start, tap, "ln_f", "ln_f"
     if "ln_f" in places.named and "ln_f.after" not in places.extra:
         yield places.named["ln_f"].end, context.anatomy.xf, "ln_f", "logits", HEAD
+
+
+def _ends_of_branches(
+    context: DiagnosisContext, i: int
+) -> Iterator[tuple[Node, Node, str, str, str]]:
+    """Yield the result of attention and of the MLP, and where each is added to the stream."""
+    layer, places = context.anatomy.layers[i], context.places
+    for end, total, norm, branch, after in (
+        (layer.attn, layer.attn_sum, f"h.{i}.ln_1", f"h.{i}.attn", f"h.{i}.resid_mid"),
+        (layer.mlp, layer.mlp_sum, f"h.{i}.ln_2", f"h.{i}.mlp", f"h.{i}.out"),
+    ):
+        has_own = branch in places.extra or norm in places.on_output  # extra_ln, norm_on_output
+        has_own = has_own or branch in context.learned_factors  # random_parameters
+        has_own = has_own or (end is layer.mlp and i in context.late_activations)
+        if (
+            total.shortcut is not None
+            and end in context.graph.ancestors[total.branch]
+            and not (has_own or (end is layer.mlp and (layer.unknown or layer.extra)))
+        ):
+            yield end, total.branch, branch, after, "the residual sum"
 
 
 def _operations(

@@ -18,6 +18,7 @@ from compat.adaptation.tracing.graph import (
     DRAWS,
     MOVES,
     NAN_GUARDS,
+    SHIFTS,
     Place,
     kind,
     live_inputs,
@@ -208,7 +209,7 @@ def other_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
         how = {"cat": "concatenated", "mul": "multiplied"}[kind(joined[0])]
         yield Deviation("embed", source.running(graph, joined), {"found": how})
     # A token table of another width is reported as such.
-    elif not _added_operations(context) and _is_no_sum(context):
+    elif not _added_operations(context) and not _on_ids(context) and _is_no_sum(context):
         drawn = any(kind(node) in DRAWS for node in _path(context))
         if drawn or shifted_ids(graph, context.anatomy.embed):
             return  # these have codes of their own
@@ -223,6 +224,9 @@ def changed_tokens(context: DiagnosisContext) -> Iterator[Deviation]:
         place = source.running(context.graph, nodes)
         values = operations(nodes, "the token embedding", "its sum with the positions")
         yield Deviation("embed", place, values)
+    elif (nodes := _on_ids(context)) and _is_no_sum(context):
+        values = operations(nodes, "the ids", "the token embedding")
+        yield Deviation("embed", source.running(context.graph, nodes), values)
 
 
 def _added_operations(context: DiagnosisContext) -> list[Node]:
@@ -230,6 +234,14 @@ def _added_operations(context: DiagnosisContext) -> list[Node]:
     inner = context.on_tokens_alone
     known = "wte" in context.places.extra or any(contraction(n) is not None for n in inner)
     return [] if known else inner  # extra_ln, or extra_projection
+
+
+def _on_ids(context: DiagnosisContext) -> list[Node]:
+    """Return the operations on the ids before the lookup that do not only move them."""
+    graph, lookup = context.graph, context.anatomy.token_embedding
+    path = graph.on_paths([graph.input], [lookup])
+    usual = MOVES | SHIFTS | {"getitem"}
+    return [node for node in path if node is not lookup and kind(node) not in usual]
 
 
 def _is_no_sum(context: DiagnosisContext) -> bool:

@@ -112,7 +112,10 @@ def unregistered(model: nn.Module, lists: Sequence[PlainList]) -> list[Finding]:
 
 
 def to_findings(
-    found: Sequence[Deviation], counterfactual: Counterfactual, own_error: float
+    found: Sequence[Deviation],
+    counterfactual: Counterfactual,
+    own_error: float,
+    report: ParityReport | None,
 ) -> list[Finding]:
     """Return a finding for every deviation.
 
@@ -121,12 +124,15 @@ def to_findings(
         counterfactual: what the reference computes with them.
         own_error: the relative RMS error of the reference's logits against float64. A deviation
             that moves the logits by at most twice as much is drift.
+        report: the comparison of taps, or None if the logits have another shape.
     """
     findings = []
+    failed = {tap.tap for tap in report.taps if not tap.passed} if report is not None else set()
     changes = sum(deviation.changes is not None for deviation in found)
     for deviation, alone in zip(found, counterfactual.alone, strict=True):
         changed = deviation.changes is not None
-        if deviation.code in UNKNOWN_FORMULAS and changed and alone < 1e-12:
+        unknown = deviation.code in UNKNOWN_FORMULAS and deviation.tap not in failed
+        if unknown and changed and alone < 1e-12:
             continue  # it computes the same
         severity = deviation.severity or CODES[deviation.code].severity
         can_drift = changed and deviation.code not in (*UNKNOWN_FORMULAS, "softmax_output")

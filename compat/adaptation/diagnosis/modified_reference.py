@@ -58,7 +58,8 @@ class Changes:
         heads: functions of the merged heads, before their projection, by layer.
         branch_factor: factors of the results of branches, numbers or (C,), by tap.
         shortcut_factor: factors of the shortcuts, by the tap of the sum.
-        stream: functions of the residual stream, or of the result of a norm, after a tap.
+        stream: functions of the residual stream, or of the result of a norm or a branch, after a
+            tap.
         token_scale, position_scale: factors of the embeddings.
         position_offset: the position of the first token.
         added: a constant (T, C) that is added to the embedding.
@@ -160,6 +161,7 @@ class ModifiedReference:
         changes, ln_1, ln_2 = self.changes, f"h.{i}.ln_1", f"h.{i}.ln_2"
         mid = self._branch(ln_1, f"h.{i}.resid_mid", x, lambda y: self._attention(i, y, x))
         mid = self._extra_norm(f"h.{i}.attn", mid) * changes.branch_factor.get(f"h.{i}.attn", 1)
+        mid = self._stream(f"h.{i}.attn", mid)
         if i not in changes.no_attn_residual:
             factor = changes.shortcut_factor.get(f"h.{i}.resid_mid", 1)
             mid = factor * self._shortcut(ln_1, x) + mid
@@ -172,6 +174,7 @@ class ModifiedReference:
         source = x if i in changes.parallel else mid
         out = self._branch(ln_2, f"h.{i}.out", source, lambda y: self._mlp(i, y))
         out = self._extra_norm(f"h.{i}.mlp", out) * changes.branch_factor.get(f"h.{i}.mlp", 1)
+        out = self._stream(f"h.{i}.mlp", out)
         if i not in changes.no_mlp_residual:
             start = x if i in changes.mlp_residual_from_input else mid
             factor = changes.shortcut_factor.get(f"h.{i}.out", 1)
