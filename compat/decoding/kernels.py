@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -41,7 +41,7 @@ from compat.decoding.native import (
     transformer_class,
 )
 from compat.decoding.native_library import is_available, note
-from compat.decoding.transformer import Cache, Transformer
+from compat.decoding.transformer import Transformer
 from compat.display import write_text
 
 # The last candidate of each precision only uses documented operators, and works everywhere.
@@ -247,35 +247,27 @@ def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, repeats: int =
     ids = torch.arange(PROMPT, device=CPU)
 
     @torch.inference_mode()
-    def decode_step(transformer: Transformer, past: Cache) -> float:
+    def timed(run: Callable[[], object]) -> float:
         start = time.perf_counter()
-        transformer.next_logits(ids[:rows], past, PROMPT)
-        return time.perf_counter() - start
-
-    @torch.inference_mode()
-    def prefill(transformer: Transformer, past: Cache) -> float:
-        start = time.perf_counter()
-        transformer(ids[None], past.kv, 0)
+        run()
         return time.perf_counter() - start
 
     # The rows of a decode step belong to several texts, those of a prefill to one text.
-    caches = [(transformer, transformer.new_cache(rows)) for transformer in built]
-    first = [decode_step(*each) for each in caches]
+    steps = [partial(each.next_logits, ids[:rows], each.new_cache(rows), PROMPT) for each in built]
+    first = [timed(step) for step in steps]
     kept = [number for number, time_of in enumerate(first) if time_of < TOO_SLOW * min(first)]
-    costs = [math.inf] * len(packs)
-    steps = {number: math.inf for number in kept}
+    decode = dict.fromkeys(kept, math.inf)
     for number in kept * repeats:
-        steps[number] = min(steps[number], decode_step(*caches[number]))
+        decode[number] = min(decode[number], timed(steps[number]))
     # native.c decodes alike with all of its candidates; only their prefills differ.
     native = [number for number in kept if packs[number] in NATIVE]
-    steps |= dict.fromkeys(native, min((steps[number] for number in native), default=math.inf))
-    texts = [(transformer, transformer.new_cache(1)) for transformer in built]
-    prefills = {number: math.inf for number in kept}
+    decode |= dict.fromkeys(native, min((decode[number] for number in native), default=math.inf))
+    passes = [partial(each, ids[None], each.new_cache(1).kv, 0) for each in built]
+    prefill = dict.fromkeys(kept, math.inf)
     for number in kept * 2:
-        prefills[number] = min(prefills[number], prefill(*texts[number]))
-    for number in kept:
-        costs[number] = steps[number] + prefills[number] / PROMPT
-    return costs
+        prefill[number] = min(prefill[number], timed(passes[number]))
+    costs = {number: decode[number] + prefill[number] / PROMPT for number in kept}
+    return [costs.get(number, math.inf) for number in range(len(packs))]
 
 
 def _machine() -> str:
