@@ -129,10 +129,13 @@ class NativeModel:
         """Return the address of a tensor, which lives as long as this object.
 
         Raises:
-            Unsupported: as `_checked`.
+            Unsupported: it has another type or shape, is not contiguous, or is not on the CPU.
         """
         self._alive.append(tensor)
-        return _checked(tensor, dtype, *shape)
+        found = (tensor.device.type, tensor.dtype, tuple(tensor.shape), tensor.is_contiguous())
+        if found != ("cpu", dtype, shape, True) or tensor.data_ptr() % dtype.itemsize:
+            raise Unsupported(f"a tensor with {found} at {tensor.data_ptr():x}")
+        return tensor.data_ptr()
 
     def _floats(self, tensor: Tensor | None, n: int) -> int | None:
         """Return the address of n float32 values, copied where they are of another type."""
@@ -229,7 +232,9 @@ class NativeModel:
         """Call native.c, which releases Python's lock. x: hidden states (M, C), read or written."""
         M, threads = len(x), usable_threads(torch.get_num_threads())
         at_once = -(-M // -(-M // ROWS_AT_ONCE))  # in equal parts
-        _scratch, start = _memory(self.library.scratch_size(byref(self.model), at_once, threads))
+        size = self.library.scratch_size(byref(self.model), at_once, threads)
+        scratch = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
+        start = scratch.data_ptr() + -scratch.data_ptr() % ALIGNMENT
         for first in range(0, M, at_once):
             n = min(at_once, M - first)
             self.library.decode(
@@ -239,33 +244,14 @@ class NativeModel:
             )  # fmt: skip
 
 
-def _memory(size: int) -> tuple[Tensor, int]:
-    """Return memory that lives as long as the tensor, and an address in it that is aligned."""
-    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
-    return memory, -memory.data_ptr() % ALIGNMENT + memory.data_ptr()
-
-
-def _checked(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
-    """Return the address of a tensor.
-
-    Raises:
-        Unsupported: it has another type or shape, is not contiguous, or is not on the CPU.
-    """
-    found = (tensor.device.type, tensor.dtype, tuple(tensor.shape), tensor.is_contiguous())
-    if found != ("cpu", dtype, shape, True) or tensor.data_ptr() % dtype.itemsize:
-        raise Unsupported(f"a tensor with {found} at {tensor.data_ptr():x}")
-    return tensor.data_ptr()
-
-
 def _weight(product: Any) -> Tensor:
     """Return the weight `[out, in]` of a product, which stays where it is."""
     if isinstance(product, WithOutliers):
         return _weight(product.product)
-    weight = {Linear: "weight", Int8: "qweight"}
-    for kind, name in weight.items():
-        if isinstance(product, kind):
-            found: Tensor = getattr(product, name)
-            return found
+    if isinstance(product, Linear):
+        return product.weight
+    if isinstance(product, Int8):
+        return product.qweight
     raise Unsupported(f"a product of type {type(product).__name__}")
 
 
