@@ -30,17 +30,8 @@ class Dialect:
 
 
 DIALECTS = {
-    "linear": Dialect(
-        "linear",
-        linear.GPTModel,
-        linear.TransformerBlock,
-        "trf_blocks.{i}",
-        linear.NAME_MAP,
-        linear.TAPS,
-    ),
-    "conv1d": Dialect(
-        "conv1d", conv1d.GPTModel, conv1d.TransformerBlock, "h.{i}", conv1d.NAME_MAP, conv1d.TAPS
-    ),
+    name: Dialect(name, file.GPTModel, file.TransformerBlock, path, file.NAME_MAP, file.TAPS)
+    for name, file, path in (("linear", linear, "trf_blocks.{i}"), ("conv1d", conv1d, "h.{i}"))
 }
 
 
