@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,13 +69,11 @@ class Place:
     """The position of a module's weight in Hugging Face's weight.
 
     Args:
-        module: the module's name.
         outputs: the index in Hugging Face's weight of each of its outputs.
         inputs: the same for each of its inputs.
         in_out: whether it is stored as [in, out], as in Conv1D.
     """
 
-    module: str
     outputs: Tensor
     inputs: Tensor
     in_out: bool
@@ -100,7 +98,7 @@ def merge_lora(model: nn.Module, adapter: str | Path, *, name_map: NameMap | Non
     """
     tensors = hf_tensors(model, name_map)
     parameters = _base_parameters(model)
-    rows = {_hf_module(row): row for row in _rows(model, name_map, parameters)}
+    rows = _rows(model, name_map, parameters)
     _, parts = _read_of_hf(adapter)
     _check(adapter, parts, {module: tensors[row.hf].like.shape for module, row in rows.items()})
     merged: dict[str, Tensor] = {}
@@ -134,15 +132,15 @@ def lora_from_hf(
             would be lost.
     """
     parameters = _base_parameters(model)
-    rows = {_hf_module(row): row for row in _rows(model, name_map, parameters)}
+    rows = _rows(model, name_map, parameters)
     base, parts = _read_of_hf(adapter)
     _check(adapter, parts, {module: row.hf_shape(parameters) for module, row in rows.items()})
+    places = _places({module: rows[module] for module in parts}, parameters)
     found: Parts = {}
     in_out = False
-    for row, places in _with_places([rows[module] for module in parts], parameters):
-        part = parts[_hf_module(row)]
-        for place in places:
-            found[place.module] = LowRank(part.A[:, place.inputs], part.B[place.outputs])
+    for hf, part in parts.items():
+        for module, place in places[hf].items():
+            found[module] = LowRank(part.A[:, place.inputs], part.B[place.outputs])
             in_out |= place.in_out
     return _write(folder, found, {"base_model_name_or_path": base, "fan_in_fan_out": in_out})
 
@@ -167,23 +165,25 @@ def lora_to_hf(
     parameters = _base_parameters(model)
     rows = _rows(model, name_map, parameters)
     base, parts = _read(adapter)
-    adapted = [row for row in rows if any(_module(name) in parts for name in row.ours)]
-    placed = list(_with_places(adapted, parameters))
-    sizes = {p.module: (len(p.inputs), len(p.outputs)) for _, places in placed for p in places}
-    _check(adapter, parts, sizes)
+    adapted = {
+        hf: row for hf, row in rows.items() if any(_module(name) in parts for name in row.ours)
+    }
+    places = _places(adapted, parameters)
+    known = {module: place for own in places.values() for module, place in own.items()}
+    _check(adapter, parts, {m: (len(p.inputs), len(p.outputs)) for m, p in known.items()})
     found = {
-        PREFIX + _hf_module(row): _joined(places, parts, row.hf_shape(parameters))
-        for row, places in placed
+        PREFIX + hf: _joined(places[hf], parts, row.hf_shape(parameters))
+        for hf, row in adapted.items()
     }
     fields = {"base_model_name_or_path": base, "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
     return _write(folder, found, fields)
 
 
-def _joined(places: Sequence[Place], parts: Parts, shape: Shape) -> LowRank:
+def _joined(places: Mapping[str, Place], parts: Parts, shape: Shape) -> LowRank:
     """Return the adapter of Hugging Face's weight that is equivalent to those of the modules."""
     joined: list[LowRank] = []
-    for place in places:
-        if part := parts.get(place.module):
+    for module, place in places.items():
+        if part := parts.get(module):
             r = len(part.A)
             A, B = part.A.new_zeros(r, shape[0]), part.B.new_zeros(shape[1], r)
             A[:, place.inputs], B[place.outputs] = part.A, part.B
@@ -211,13 +211,13 @@ def _base_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def _rows(
     model: nn.Module, name_map: NameMap | None, parameters: Mapping[str, Tensor]
-) -> list[Row]:
-    """Return the rows of the projections of all layers."""
+) -> dict[str, Row]:
+    """Return the rows of the projections of all layers, by Hugging Face's names of the modules."""
     name_map = map_of(_base(model), name_map)
     n_layer = name_map.count_layers(parameters)
     rows = name_map.expand(n_layer)
     check_names(model, rows, parameters, name_map.expand_zeros(n_layer))
-    return [row for row in rows if row.hf.endswith(PROJECTIONS)]
+    return {_module(row.hf): row for row in rows if row.hf.endswith(PROJECTIONS)}
 
 
 def _module(name: str) -> str:
@@ -225,26 +225,22 @@ def _module(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _hf_module(row: Row) -> str:
-    return _module(row.hf)
-
-
-def _with_places(
-    rows: Sequence[Row], parameters: Mapping[str, Tensor]
-) -> Iterator[tuple[Row, list[Place]]]:
-    """Yield the rows, and the positions of their weights, which are computed once for all layers.
+def _places(
+    rows: Mapping[str, Row], parameters: Mapping[str, Tensor]
+) -> dict[str, dict[str, Place]]:
+    """Return the positions of each row's weights by module. They are found once for all layers.
 
     Raises:
         NameMapError: An operation does not move whole rows and columns, or a parameter is not the
             weight of a module, to which PEFT could add an adapter.
     """
-    found: dict[tuple[int, Shape], list[tuple[Tensor, Tensor, bool] | None]] = {}
-    for row in rows:
+    found: dict[tuple[int, Shape], list[Place | None]] = {}
+    places: dict[str, dict[str, Place]] = {hf: {} for hf in rows}
+    for hf, row in rows.items():
         shape = row.hf_shape(parameters)
         key = id(row.op), shape
         if key not in found:
             found[key] = _find_places(row, shape)
-        places = []
         for name, place in zip(row.ours, found[key], strict=True):
             if place is None or not name.endswith(".weight"):
                 why = (
@@ -257,26 +253,26 @@ def _with_places(
                     "an adapter of Hugging Face's GPT-2 with merge_lora, and one of this model "
                     "with PEFT's merge_and_unload."
                 )
-            places.append(Place(_module(name), *place))
-        yield row, places
+            places[hf][_module(name)] = place
+    return places
 
 
-def _find_places(row: Row, shape: Shape) -> list[tuple[Tensor, Tensor, bool] | None]:
-    """Return the outputs and inputs of each parameter, and whether it is stored as [in, out].
+def _find_places(row: Row, shape: Shape) -> list[Place | None]:
+    """Return the position of each parameter, or None if it is not whole rows and columns.
 
     Every element of Hugging Face's weight is labelled with its position, and the operation moves
-    the labels as it moves weights. Return None if they do not form whole rows and columns.
+    the labels as it moves weights.
     """
     labels = row.op.load(torch.arange(shape[0] * shape[1]).view(*shape))
-    found: list[tuple[Tensor, Tensor, bool] | None] = []
+    found: list[Place | None] = []
     for label in labels:
         place = None
         if label.ndim == 2 and label.dtype == torch.int64:
             inputs, outputs = label // shape[1], label % shape[1]
             if (inputs == inputs[0]).all() and (outputs == outputs[:, :1]).all():
-                place = outputs[:, 0], inputs[0], False
+                place = Place(outputs[:, 0], inputs[0], in_out=False)
             elif (inputs == inputs[:, :1]).all() and (outputs == outputs[0]).all():
-                place = outputs[0], inputs[:, 0], True
+                place = Place(outputs[0], inputs[:, 0], in_out=True)
         found.append(place)
     return found
 
