@@ -188,11 +188,14 @@ class GPT2Config:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """The end-of-text ids."""
-        return _as_ids(self.eos_token_id)
+        return self.ids_of("eos_token_id")
 
     def ids_of(self, name: str) -> tuple[int, ...]:
         """Return the ids in the field `bos_token_id`, `eos_token_id` or `pad_token_id`."""
-        return _as_ids(getattr(self, name))
+        value = getattr(self, name)
+        if value is None:
+            return ()
+        return value if isinstance(value, tuple) else (value,)
 
     def to_hf_dict(self) -> dict[str, Any]:
         """Return the fields of Hugging Face's `config.json`, with `n_ctx` for older programs."""
@@ -255,13 +258,6 @@ def _read_only(name: str) -> _ReadOnlyError:
         f"config field {name!r} is read-only, since models may have been built from the config. "
         "Make another config with dataclasses.replace(config, …)."
     )
-
-
-def _as_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the ids of a field that holds one, several or none."""
-    if value is None:
-        return ()
-    return value if isinstance(value, tuple) else (value,)
 
 
 def as_config(config: GPT2Config | Mapping[str, Any]) -> GPT2Config:

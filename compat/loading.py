@@ -91,7 +91,8 @@ def load_pretrained(
     elif mesh is not None:
         distribute(model, kind.name_map, mesh)
     rows = expand_rows(kind.name_map, checkpoint)
-    _check_and_fill(model, rows, checkpoint, dtype or checkpoint.dtype, device)
+    check_fit(model, rows, checkpoint)
+    fill(model, rows, checkpoint, dtype or checkpoint.dtype, device)
     return (model if mesh else model.to(device)).eval()
 
 
@@ -127,7 +128,8 @@ def load_block(
         Row(row.hf, tuple(name.removeprefix(prefix) for name in row.ours), row.op)
         for row in (row.at(layer) for row in kind.name_map.rows if "{i}" in row.hf)
     ]
-    _check_and_fill(block, rows, checkpoint, dtype or checkpoint.dtype, device)
+    check_fit(block, rows, checkpoint)
+    fill(block, rows, checkpoint, dtype or checkpoint.dtype, device)
     return block.to(device).eval()
 
 
@@ -168,7 +170,8 @@ def load_into(
     else:
         rows = rows_of_part(name_map, part, checkpoint)
     zeros = name_map.expand_zeros(checkpoint.config.n_layer)
-    _check_and_fill(model, rows, checkpoint, None, None, zeros)
+    check_fit(model, rows, checkpoint, zeros)
+    fill(model, rows, checkpoint, zeros=zeros)
 
 
 def to_hf_state_dict(model: nn.Module, name_map: NameMap | None = None) -> dict[str, Tensor]:
@@ -216,18 +219,6 @@ def _as_layer(layer: object, n_layer: int) -> int:
             "layers of the checkpoint."
         )
     return number
-
-
-def _check_and_fill(
-    model: nn.Module,
-    rows: list[Row],
-    checkpoint: Checkpoint,
-    dtype: torch.dtype | None,
-    device: str | torch.device | None,
-    zeros: Sequence[str] = (),
-) -> None:
-    check_fit(model, rows, checkpoint, zeros)
-    fill(model, rows, checkpoint, dtype, device, zeros)
 
 
 def fill(

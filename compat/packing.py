@@ -91,6 +91,5 @@ def _sha256(files: list[Path]) -> str:
     found = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                found.update(block)
+            hashlib.file_digest(file, lambda: found)
     return found.hexdigest()
