@@ -77,7 +77,7 @@ def moving_average(average: float, value: float, weight: float = 0.05) -> float:
     return average + weight * (value - average)
 
 
-class SpeculativeDecoder:
+class SpeculativeDecoder(StaticDecoder):
     """Decodes one sequence, and verifies several draft tokens in each forward pass.
 
     A batch of several sequences is decoded without draft tokens.
@@ -101,29 +101,24 @@ class SpeculativeDecoder:
         sources: Sequence[DraftSource],
         max_batch: int | None = None,
     ) -> None:
-        self.transformer, self.config = transformer, transformer.config
+        super().__init__(transformer, max_batch)
         self.sources = sources
         self.pass_seconds = 0.0
-        self.several = StaticDecoder(transformer, max_batch)
 
-    @torch.inference_mode()
     def start(
         self, prompts: Sequence[Sequence[int]], preview_sampling: PreviewSampling | None = None
     ) -> Tensor:
+        logits = super().start(prompts)
         self.is_single = len(prompts) == 1
-        if not self.is_single:
-            return self.several.start(prompts)
         self.ids = list(prompts[0])
         self.preview_sampling = preview_sampling or (lambda: greedy)
-        self.cache = self.transformer.new_cache(1)
         self.verified: list[tuple[int, Tensor]] = []  # draft tokens, and the logits after each
-        hidden = self.transformer.prefill([self.ids], self.cache)
-        return self.transformer.logits(hidden[:, -1])
+        return logits
 
     @torch.inference_mode()
     def step(self, ids: Tensor) -> Tensor:
         if not self.is_single:
-            return self.several.step(ids)
+            return super().step(ids)
         self.ids.append(int(ids))
         for source in self.sources:
             source.waited += 1
@@ -141,13 +136,6 @@ class SpeculativeDecoder:
         self.pass_seconds = moving_average(self.pass_seconds or seconds, seconds, 0.1)
         self.verified = [(token, logits[None, j]) for j, token in enumerate(drafts, start=1)]
         return logits[None, 0]
-
-    def keep(self, rows: Tensor) -> None:
-        if not self.is_single:
-            self.several.keep(rows)
-
-    def why_not_finite(self, context: Sequence[int]) -> str:
-        return self.transformer.why_not_finite(context)
 
     def _propose(self) -> list[int]:
         """Return the draft tokens of the source with the highest expected gain that has any.
