@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
-from compat.checkpoint.packed import Quantized
 from compat.config import GPT2Config, as_device, dtype_name
 from compat.decoding import Decoder
 from compat.decoding.draft import PATIENCE, ModelDraft, in_8_bits
@@ -129,17 +128,13 @@ class Engine:
         engine = cls.__new__(cls)
         engine.config = checkpoint.config
         own = checkpoint.packed.precision if checkpoint.packed else "float32"
-        quantized = checkpoint.read_quantized if own == "int8" else None
-        options = cast(EngineOptions, {"dtype": own, **options})
-        engine._pack(checkpoint.read, quantized, Int8Cache(checkpoint), False, **options)
+        engine._pack(checkpoint.read, checkpoint, **cast(EngineOptions, {"dtype": own, **options}))
         return engine
 
     def _pack(
         self,
         weight: Callable[[str], Tensor],
-        quantized: Callable[[str], Quantized | None] | None = None,
-        cache: Int8Cache | None = None,
-        in_order: bool = True,
+        checkpoint: Checkpoint | None = None,
         *,
         dtype: Precision | torch.dtype = "float32",
         device: str | torch.device = "cpu",
@@ -150,9 +145,8 @@ class Engine:
 
         Args:
             weight: reads a tensor.
-            quantized: reads a weight that is stored in 8 bits, or returns None.
-            cache: the cache of the weights in 8 bits.
-            in_order: as of `Transformer`.
+            checkpoint: the checkpoint from which it reads. None: a model, which may be divided
+                among ranks.
         """
         _check_options(dtype, max_batch, speculate)
         precision = dtype_name(dtype)
@@ -161,6 +155,7 @@ class Engine:
         config, target = self.config, as_device(device)
         self.device = target
         is_int8 = precision == "int8"
+        cache = Int8Cache.of(checkpoint) if checkpoint else None
 
         def fast(precision: str, rows: int) -> Pack:
             return fastest(precision, rows, torch.get_num_threads(), target)
@@ -174,9 +169,9 @@ class Engine:
         stored = torch.float32 if precision == "float32" else torch.bfloat16
 
         def read(name: str) -> list[Any]:
-            packed = quantized(name) if quantized and is_int8 else None
-            if packed is not None:
-                return [in_huge_pages(packed)]
+            quantized = checkpoint.read_quantized(name) if checkpoint and is_int8 else None
+            if quantized is not None:
+                return [in_huge_pages(quantized)]
             is_embedding = name == HEAD and config.tie_word_embeddings and not is_int8
             return [] if is_embedding else [weight(name)]
 
@@ -189,18 +184,20 @@ class Engine:
             embedding = read(EMBEDDING)[0].to(stored), read(POSITIONS)[0].to(stored)
             if not is_quantized:
                 read = without_outliers(config, embedding, read)
-            kind = transformer_class(pack)
+            kind, in_order = transformer_class(pack), checkpoint is None
             return kind(config, embedding, read, pack, ACTIVATIONS[precision], in_order)
 
-        if is_int8 and cache is not None and cache.is_active:
+        if is_int8 and cache:
             transformer = cache.build(build)
         else:
-            transformer = build(read, is_quantized=not is_int8 or quantized is not None)
+            packed = checkpoint.packed if checkpoint else None
+            is_packed = packed is not None and packed.precision == "int8"
+            transformer = build(read, is_quantized=not is_int8 or is_packed)
         self.transformer = transformer
 
         def draft() -> Transformer:  # it must not keep the engine alive
             pack = fast("draft", rows=1)
-            if cache is not None and cache.is_active:
+            if cache:
                 with suppress(CheckpointError, OSError):  # it was changed since it was opened
                     return cache.build(lambda read: in_8_bits(transformer, pack, on_device(read)))
             return in_8_bits(transformer, pack)

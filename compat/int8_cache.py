@@ -51,15 +51,20 @@ class Int8Cache:
 
     Args:
         checkpoint: an open checkpoint.
-
-    Attributes:
-        is_active: whether there is a cache for this checkpoint on this machine.
+        key: its `_key`.
+        folder: the folder of entries.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, self._key = checkpoint, _key(checkpoint)
-        self._folder = _folder() if self._key else None
-        self.is_active = self._folder is not None
+    def __init__(self, checkpoint: Checkpoint, key: str, folder: Path) -> None:
+        self._checkpoint, self._key = checkpoint, key
+        self._path = folder / f"{key}.safetensors"
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Int8Cache | None:
+        """Return the cache, or None if there is none for this checkpoint on this machine."""
+        key = _key(checkpoint)
+        folder = _folder() if key else None
+        return cls(checkpoint, key, folder) if key and folder else None
 
     def build(self, make: Callable[[Read], Built]) -> Built:
         """Return what `make` builds from the weights that `Int8Weights` reads.
@@ -74,15 +79,8 @@ class Int8Cache:
             return make(self._entry())
         weights = Int8Weights(self._checkpoint)
         built = make(weights)
-        if self.is_active:
-            threading.Thread(target=self._write, args=[weights], name="int8-cache").start()
+        threading.Thread(target=self._write, args=[weights], name="int8-cache").start()
         return built
-
-    @property
-    def _path(self) -> Path:
-        if self._folder is None:
-            raise FileNotFoundError
-        return self._folder / f"{self._key}.safetensors"
 
     def _entry(self) -> Read:
         """Return a function that reads the entry.
