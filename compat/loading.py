@@ -245,7 +245,37 @@ def fill(
     reshard(model)
     wholes = all_parameters(model)
     parameters = sliced(wholes, names_of(rows))
+    rows = [row for row in rows if not is_dropped(row, parameters)]
+    if checkpoint.config.tie_word_embeddings:
+        rows = _without_tied_head(rows, parameters)
+    with raising_together(parameters.values()):
+        loaded = _read(rows, parameters, checkpoint, dtype, device)
+    for name in zeros:
+        old = parameters[name]
+        loaded[id(old)] = _convert(name, torch.zeros(local(old).shape), old, dtype, device)
+    for name, whole in wholes.items():
+        if name not in parameters:  # its slices are loaded
+            slices = [parameters[f"{name}[{i}]"] for i in range(len(whole))]
+            shares = [loaded.get(id(part), part.detach()) for part in slices]
+            loaded[id(whole)] = torch.stack(shares)
+    _assign(model, loaded)
+
+
+def _read(
+    rows: Sequence[Row],
+    parameters: Mapping[str, Tensor],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    device: str | torch.device | None,
+) -> dict[int, Tensor]:
+    """Return this rank's shares of the parameters that the rows name, by the parameters' ids.
+
+    The arguments and errors are those of `fill`.
+    """
     divided = any(map(is_divided, parameters.values()))
+    # nn.Linear reads views of the file's pages equally fast. Other devices get contiguous tensors:
+    # there a view may be slow, or even wrong.
+    maps = checkpoint.is_mapped and torch.device(device or "cpu").type == "cpu"
 
     def make(row: Row) -> tuple[list[Tensor], str | None]:
         """Return this rank's shares of the row's parameters, or a fault of the tensor."""
@@ -253,53 +283,31 @@ def fill(
         tensor, fault = checkpoint.take(row.hf, reading)
         if fault:
             return [], fault
+        in_place = maps and all(parameters[name].is_meta for name in row.ours)
+        made = views(row.op, tensor) if divided or in_place else row.op.load(tensor)
         shares = []
-        made = views(row.op, tensor) if divided or in_place(row) else row.op.load(tensor)
         for name, value in zip(row.ours, made, strict=True):
             share = share_of(value, parameters[name], reading.start or 0)
             shares.append(_convert(row.hf, share, parameters[name], dtype, device))
         return shares, None
 
-    def in_place(row: Row) -> bool:
-        """Return whether the parameters become views of the file's pages.
-
-        nn.Linear reads these equally fast.
-
-        Other devices get contiguous tensors: there a view may be slow, or even wrong.
-        """
-        if not checkpoint.is_mapped or torch.device(device or "cpu").type != "cpu":
-            return False
-        return all(parameters[name].is_meta for name in row.ours)
-
-    rows = [row for row in rows if not is_dropped(row, parameters)]
-    if checkpoint.config.tie_word_embeddings:
-        rows = _without_tied_head(rows, parameters)
+    if divided or checkpoint.is_mapped:  # torch's own threads read mapped pages
+        results = list(map(make, rows))
+    else:  # first-touch page faults take most of the time; two threads halve it
+        with two_threads() as pool:
+            results = list(pool.map(make, rows))
+    if faults := [fault for _, fault in results if fault]:
+        raise checkpoint.not_finite(faults)
     loaded: dict[int, tuple[str, Tensor]] = {}  # by the parameter's id, so that ties are kept
-    with raising_together(parameters.values()):
-        if divided or checkpoint.is_mapped:  # torch's own threads read mapped pages
-            results = list(map(make, rows))
-        else:  # first-touch page faults take most of the time; two threads halve it
-            with two_threads() as pool:
-                results = list(pool.map(make, rows))
-        if faults := [fault for _, fault in results if fault]:
-            raise checkpoint.not_finite(faults)
-        for row, (shares, _) in zip(rows, results, strict=True):
-            for name, share in zip(row.ours, shares, strict=True):
-                first, tied = loaded.setdefault(id(parameters[name]), (name, share))
-                if tied is not share and not torch.equal(tied, share):
-                    raise CheckpointError(
-                        f"the model ties {name} to {first}, but {checkpoint.weights} has "
-                        "different tensors for them. Untie them in the model."
-                    )
-    for name in zeros:
-        old = parameters[name]
-        loaded[id(old)] = name, _convert(name, torch.zeros(local(old).shape), old, dtype, device)
-    for name, whole in wholes.items():
-        if name not in parameters:  # its slices are loaded
-            slices = [parameters[f"{name}[{i}]"] for i in range(len(whole))]
-            shares = [loaded.get(id(part), (name, part.detach()))[1] for part in slices]
-            loaded[id(whole)] = name, torch.stack(shares)
-    _assign(model, {key: share for key, (_, share) in loaded.items()})
+    for row, (shares, _) in zip(rows, results, strict=True):
+        for name, share in zip(row.ours, shares, strict=True):
+            first, tied = loaded.setdefault(id(parameters[name]), (name, share))
+            if tied is not share and not torch.equal(tied, share):
+                raise CheckpointError(
+                    f"the model ties {name} to {first}, but {checkpoint.weights} has "
+                    "different tensors for them. Untie them in the model."
+                )
+    return {key: share for key, (_, share) in loaded.items()}
 
 
 def _assign(model: nn.Module, shares: Mapping[int, Tensor]) -> None:
