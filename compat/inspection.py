@@ -16,7 +16,7 @@ from compat.checkpoint.files import TensorInfo
 from compat.checkpoint.find import find_weights
 from compat.checkpoint.foreign import IN_OUT, OUT_IN, kind_of, layouts
 from compat.checkpoint.formats import recognized
-from compat.checkpoint.layout import HEAD, VOCABULARY_FILES, plain_name
+from compat.checkpoint.layout import HEAD, plain_name, vocabulary_files
 from compat.checkpoint.source import check, max_unpacked, read_config
 from compat.config import ALIASES, GPT2Config, dtype_name
 from compat.display import HtmlPage
@@ -112,7 +112,7 @@ def inspect_checkpoint(
         weights = find_weights(source, revision, verify, found.notes)
         found.weights, found.format = str(weights), _format_of(weights)
         found.files = {weights.name: weights.stat().st_size}
-        found.tokenizer = {"files": _vocabulary_files(weights.parent)}
+        found.tokenizer = {"files": vocabulary_files(weights.parent)}
         _inspect_weights(found, weights, n_head)
     return found
 
@@ -218,12 +218,8 @@ def _printable(value: Any) -> Any:
     return value if proper else short_repr(value)
 
 
-def _vocabulary_files(folder: Path) -> list[str]:
-    return [name for name in VOCABULARY_FILES if (folder / name).is_file()]
-
-
 def _tokenizer(checkpoint: Checkpoint) -> dict[str, Any]:
-    files, vocab_size = _vocabulary_files(checkpoint.folder), checkpoint.config.vocab_size
+    files, vocab_size = vocabulary_files(checkpoint.folder), checkpoint.config.vocab_size
     tokens = error = None
     if not files:  # tiktoken would have to download GPT-2's own
         tokens = GPT2_TOKENS if vocab_size >= GPT2_TOKENS else None

@@ -32,7 +32,6 @@ from compat.sharding import (
     reshard,
     shard_blocks,
     share_of,
-    tensor_parallel_size,
 )
 from compat.threads import two_threads
 from compat.validation import as_module, check_fit, expand_rows, is_dropped, rows_of_part
@@ -164,7 +163,7 @@ def load_into(
     model = as_module(model)
     name_map = as_name_map(name_map)
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
-    check_heads(checkpoint.config, tensor_parallel_size(model))
+    check_heads(checkpoint.config, getattr(model, "tensor_parallel_size", 1))  # of `distribute`
     if part is None:
         rows = expand_rows(name_map, checkpoint)
     else:

@@ -332,12 +332,6 @@ def _plain(output: Any) -> Any:
     return whole(output)
 
 
-def tensor_parallel_size(model: nn.Module) -> int:
-    """Return the number of ranks that `distribute` divided a model among; 1 for other models."""
-    size: int = getattr(model, "tensor_parallel_size", 1)
-    return size
-
-
 # Divided tensors of any origin
 
 

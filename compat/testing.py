@@ -49,17 +49,13 @@ def assert_parity(
     if not own:
         report = check_parity(model, source, gradients=gradients, name_map=name_map)
         if not report:
-            raise AssertionError(_of_report(report))
+            raise AssertionError("\n".join([report.headline, *_first_divergence(report)]))
         return
     assert isinstance(model, nn.Module)
     adaptation = adapt(model, source, forward=forward)
     wrong = [found for found in adaptation.findings if found.code == "wrong_gradient"]
     if not adaptation or (gradients and wrong):
         raise AssertionError(_of_adaptation(adaptation))
-
-
-def _of_report(report: ParityReport) -> str:
-    return "\n".join([report.headline, *_first_divergence(report)])
 
 
 def _of_adaptation(adaptation: Adaptation) -> str:

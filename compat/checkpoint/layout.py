@@ -34,9 +34,14 @@ PREFIX = "transformer."  # begins all names but the head's in files that transfo
 WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DDP and torch.compile
 
 
+def vocabulary_files(folder: Path) -> list[str]:
+    """Return the names of the `VOCABULARY_FILES` in a folder."""
+    return [name for name in VOCABULARY_FILES if (folder / name).is_file()]
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has a tokenizer.json, or a vocab.json with a merges.txt."""
-    has = {name for name in VOCABULARY_FILES if (folder / name).is_file()}
+    has = vocabulary_files(folder)
     return "tokenizer.json" in has or len(has) == 2
 
 

@@ -244,25 +244,15 @@ class Int8TwoTerm(nn.Module):
         self.multiply = ops.qlinear_pointwise
 
     def forward(self, x: Tensor) -> Tensor:
-        terms, x_scale = two_terms(x)
+        x_scale = x.abs().amax(dim=1, keepdim=True).div_(127).clamp_(min=1e-30)
+        high = x / x_scale
+        terms = torch.cat([high, high.frac().mul_(127)]).to(torch.int8)
         products = self.multiply(
             terms, 1.0, 0, self.qweight, self.scale, self.zero_points, None,
             1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
-        return torch.addcmul(self.bias, sum_of_terms(products), x_scale)
-
-
-def two_terms(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split activations (M, K) into int8 terms (2M, K) and scales (M, 1), see `Int8TwoTerm`."""
-    x_scale = x.abs().amax(dim=1, keepdim=True).div_(127).clamp_(min=1e-30)
-    high = x / x_scale
-    return torch.cat([high, high.frac().mul_(127)]).to(torch.int8), x_scale
-
-
-def sum_of_terms(products: Tensor) -> Tensor:
-    """Combine the products (2M, N) of both terms: high + low / 127, float32 (M, N)."""
-    M = len(products) // 2
-    return products[:M].add(products[M:], alpha=1 / 127)
+        M = len(x)
+        return torch.addcmul(self.bias, products[:M].add(products[M:], alpha=1 / 127), x_scale)
 
 
 class Int8WeightOnly(nn.Module):

@@ -101,7 +101,9 @@ class Block(nn.Module):
         self.c_attn = matrix(f"{name}.attn.c_attn")
         self.attn_proj = matrix(f"{name}.attn.c_proj")
         self.c_fc = matrix(f"{name}.mlp.c_fc")
-        self.act = _activation(config.activation_function)
+        act = config.activation_function
+        # The tanh GELU as torch's fused kernel, which is faster.
+        self.act = activation("gelu_pytorch_tanh" if act == "gelu_new" else act)
         self.mlp_proj = matrix(f"{name}.mlp.c_proj")
 
     def forward(
@@ -286,8 +288,3 @@ class Transformer(nn.Module):
 
         found = first_not_finite(self, expand_taps(TAPS, self.config.n_layer), run)
         return not_finite_message(found, self.dtype, len(context))
-
-
-def _activation(name: str) -> nn.Module:
-    """Return the module of an activation; tanh GELU as torch's fused kernel, which is faster."""
-    return activation("gelu_pytorch_tanh" if name == "gelu_new" else name)
