@@ -71,9 +71,7 @@ def build_vocabulary(
     )
 
 
-def vocabulary_tables(
-    vocabulary: Vocabulary,
-) -> tuple[dict[str, int], list[str], dict[str, int]]:
+def vocabulary_tables(vocabulary: Vocabulary) -> tuple[dict[str, int], list[str], dict[str, int]]:
     """Return the `vocab`, `merges` and `added` of a vocabulary; inverse of `build_vocabulary`."""
     to_char = {byte: char for char, byte in printable_bytes().items()}
 

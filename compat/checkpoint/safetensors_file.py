@@ -17,13 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compat.checkpoint.files import (
-    ALL,
-    MAX_JSON_BYTES,
-    TensorInfo,
-    allocate,
-    parse_json,
-)
+from compat.checkpoint.files import ALL, MAX_JSON_BYTES, TensorInfo, allocate, parse_json
 from compat.checkpoint.formats import why_unreadable
 from compat.errors import CheckpointError
 
@@ -76,11 +70,8 @@ class SafetensorsFile:
         if rows != ALL:
             start, stop, _ = rows.indices(shape[0])
             size = (end - begin) // shape[0]  # bytes of a row
-            begin, end, shape = (
-                begin + start * size,
-                begin + stop * size,
-                (stop - start, *shape[1:]),
-            )
+            begin, end = begin + start * size, begin + stop * size
+            shape = (stop - start, *shape[1:])
         memory = allocate(end - begin)
         with self._path.open("rb", buffering=0) as file:
             file.seek(self._start + begin)

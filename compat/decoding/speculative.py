@@ -96,10 +96,7 @@ class SpeculativeDecoder(StaticDecoder):
     """
 
     def __init__(
-        self,
-        transformer: Transformer,
-        sources: Sequence[DraftSource],
-        max_batch: int | None = None,
+        self, transformer: Transformer, sources: Sequence[DraftSource], max_batch: int | None = None
     ) -> None:
         super().__init__(transformer, max_batch)
         self.sources = sources

@@ -127,12 +127,7 @@ class Block(nn.Module):
         into[index] = qkv[1:]
         keys, values = seen.unbind(0)  # (B, H, S, D)
         context = F.scaled_dot_product_attention(
-            qkv[0],
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=M > B and mask is None,
-            scale=self.scale,
+            qkv[0], keys, values, attn_mask=mask, is_causal=M > B and mask is None, scale=self.scale
         )  # (B, H, T, D)
         x = x + self.attn_proj(context.transpose(1, 2).reshape(M, -1).to(x.dtype))
         out: Tensor = x + self.mlp_proj(self.act(self.c_fc(self.ln_2(x))))

@@ -177,10 +177,7 @@ class TextStream:
 
 
 def stream_text(
-    model: Model | HasDecoder,
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    **options: Unpack[TextOptions],
+    model: Model | HasDecoder, tokenizer: Tokenizer, prompt: Prompt, **options: Unpack[TextOptions]
 ) -> TextStream:
     """Continue one prompt; arguments and errors as in `generate_text`."""
     writer = _Writer(model, tokenizer, **options)

@@ -94,7 +94,7 @@ def _write(
     made: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name in names:
-        tensor = tensors[name].make().cpu().contiguous()
+        tensor = tensors[name].make().cpu()
         if folder is None:
             continue
         storage = tensor.untyped_storage().data_ptr()
