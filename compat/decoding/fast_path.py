@@ -160,28 +160,24 @@ def _equal_buffers(buffer: Tensor | None, fresh: Tensor | None) -> bool:
 
 def _equal_parameters(model: nn.Module, fresh: nn.Module) -> bool:
     """Return whether parameters have the same shapes and ties, and none is of a subclass."""
-    ours, theirs = _parameters(model), _parameters(fresh)
-    return _ties(ours) == _ties(theirs) and all(
-        p is q is None
-        or (
+    ours, theirs = all_parameters(model), all_parameters(fresh)
+    return (
+        ours.keys() == theirs.keys()
+        and _ties(ours) == _ties(theirs)
+        and all(
             type(p) is nn.Parameter
             and p.layout == torch.strided
             and p.is_floating_point()
-            and p.shape == q.shape
+            and p.shape == theirs[name].shape
+            for name, p in ours.items()
         )
-        for p, q in zip(ours, theirs, strict=True)
     )
 
 
-def _parameters(model: nn.Module) -> list[Any]:
-    """Return all parameters: tied ones once for each module, and None for missing ones."""
-    return [p for module in model.modules() for p in module._parameters.values()]
-
-
-def _ties(parameters: list[Any]) -> list[int]:
-    """Return the index of the first occurrence of each parameter."""
-    first: dict[int, int] = {}
-    return [first.setdefault(id(p), index) for index, p in enumerate(parameters)]
+def _ties(parameters: dict[str, nn.Parameter]) -> list[str]:
+    """Return for each parameter the first of its names."""
+    first: dict[int, str] = {}
+    return [first.setdefault(id(p), name) for name, p in parameters.items()]
 
 
 # The code that a forward pass executes: compat's functions, and the functions of torch that they

@@ -175,30 +175,19 @@ class GPTModel(nn.Module):
         return self.out_head(x)  # (B, T, V)
 
 
+def _qkv(kind: str) -> tuple[str, ...]:
+    """Return the names of the parameters that one tensor of Hugging Face's holds side by side."""
+    return tuple(f"trf_blocks.{{i}}.attention.W_{x}.{kind}" for x in ("query", "key", "value"))
+
+
 NAME_MAP = NameMap(
     (
         Row("wte.weight", ("tok_emb.weight",), Same()),
         Row("wpe.weight", ("pos_emb.weight",), Same()),
         Row("h.{i}.ln_1.weight", ("trf_blocks.{i}.norm1.scale",), Same()),
         Row("h.{i}.ln_1.bias", ("trf_blocks.{i}.norm1.shift",), Same()),
-        Row(
-            "h.{i}.attn.c_attn.weight",
-            (
-                "trf_blocks.{i}.attention.W_query.weight",
-                "trf_blocks.{i}.attention.W_key.weight",
-                "trf_blocks.{i}.attention.W_value.weight",
-            ),
-            Split(3, transpose=True),
-        ),
-        Row(
-            "h.{i}.attn.c_attn.bias",
-            (
-                "trf_blocks.{i}.attention.W_query.bias",
-                "trf_blocks.{i}.attention.W_key.bias",
-                "trf_blocks.{i}.attention.W_value.bias",
-            ),
-            Split(3),
-        ),
+        Row("h.{i}.attn.c_attn.weight", _qkv("weight"), Split(3, transpose=True)),
+        Row("h.{i}.attn.c_attn.bias", _qkv("bias"), Split(3)),
         Row("h.{i}.attn.c_proj.weight", ("trf_blocks.{i}.attention.out_proj.weight",), Transpose()),
         Row("h.{i}.attn.c_proj.bias", ("trf_blocks.{i}.attention.out_proj.bias",), Same()),
         Row("h.{i}.ln_2.weight", ("trf_blocks.{i}.norm2.scale",), Same()),
