@@ -64,7 +64,8 @@ HALF = (torch.float16, torch.bfloat16)  # in the order of golden files
 _MAX = 2**31 - 1
 
 # Fields that affect neither shapes nor arithmetic, and that frameworks assign on a config.
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+DROPOUT_RATES = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 
 
 @dataclass(kw_only=True, unsafe_hash=True)  # safe, since the hashed fields are read-only
@@ -120,7 +121,7 @@ class GPT2Config:
             expect(proper, own.name, f"of type {own.type}")
         whole = all(type(token_id) is int for token_id in self.stop_ids)
         expect(whole, "eos_token_id", "whole numbers")
-        for name in _TOKEN_IDS:
+        for name in TOKEN_IDS:
             within = all(abs(token_id) <= _MAX for token_id in self.ids_of(name))
             expect(within, name, f"≤ {_MAX:,}")
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
@@ -131,7 +132,7 @@ class GPT2Config:
                 f"config field 'n_head' is {self.n_head}, which does not divide "
                 f"'n_embd' = {self.n_embd}. Every head needs the same whole number of channels."
             )
-        for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
+        for name in DROPOUT_RATES:
             expect(0 <= getattr(self, name) <= 1, name, "from 0 to 1")
         # An int can be too large to be a float.
         expect(0 <= self.layer_norm_epsilon < 1e30, "layer_norm_epsilon", "≥ 0")
@@ -140,7 +141,7 @@ class GPT2Config:
         if name in vars(self) and self._is_ours(name):
             current = getattr(self, name)
             if type(value) is not type(current) or value != current:
-                if name not in _TOKEN_IDS:
+                if name not in TOKEN_IDS:
                     raise _read_only(name)
                 value = self._checked_ids(name, value)
         elif self._is_ours(name) and name not in self.__dataclass_fields__:
@@ -160,7 +161,7 @@ class GPT2Config:
         return ids if several else value
 
     def __delattr__(self, name: str) -> None:
-        if name in _TOKEN_IDS:
+        if name in TOKEN_IDS:
             raise _ReadOnlyError(f"config field {name!r} cannot be removed. Set it to None.")
         if self._is_ours(name):
             raise _read_only(name)
@@ -226,12 +227,7 @@ class GPT2Config:
             )
         known: dict[str, Any] = {}
         for alias, value in raw.items():
-            targets = (
-                ["embd_pdrop", "attn_pdrop", "resid_pdrop"]
-                if alias == "drop_rate"
-                else [ALIASES.get(alias, alias)]
-            )
-            for name in targets:
+            for name in DROPOUT_RATES if alias == "drop_rate" else (ALIASES.get(alias, alias),):
                 if name in known and known[name] != value:
                     raise ConfigError(
                         f"config has {name!r} twice: {short_repr(known[name])}, and "

@@ -23,7 +23,7 @@ from compat.checkpoint.layout import (
     block_shapes,
     expected_shapes,
 )
-from compat.config import DTYPES, GPT2Config
+from compat.config import DTYPES, TOKEN_IDS, GPT2Config
 from compat.errors import (
     CheckpointError,
     ConfigError,
@@ -218,7 +218,7 @@ def note_ids(config: GPT2Config, notes: list[str]) -> None:
     """Add a note about special token ids outside the vocabulary."""
     outside = [
         f"{name} {token_id}"
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        for name in TOKEN_IDS
         for token_id in config.ids_of(name)
         if not 0 <= token_id < config.vocab_size
     ]

@@ -19,7 +19,7 @@ from compat.checkpoint.checks import config_of
 from compat.checkpoint.contents import Contents, Stored
 from compat.checkpoint.files import ALL, TensorInfo
 from compat.checkpoint.layout import CONFIG, EMBEDDING, POSITIONS, PROJECTIONS, expected_shapes
-from compat.config import ALIASES, GPT2Config
+from compat.config import ALIASES, DROPOUT_RATES, GPT2Config
 from compat.errors import CheckpointError, ConfigError, collapse_layers, listed, short_repr
 
 HUGGING_FACE, NANOGPT, MINGPT, PACKED = "Hugging Face", "nanoGPT", "minGPT", "packed"
@@ -116,8 +116,7 @@ def translate(
     if "activation_function" not in fields:
         fields["activation_function"] = _assume_activation(kind, weights, has_masks, notes)
     if "dropout" in fields:
-        rate = fields.pop("dropout")
-        fields = {"embd_pdrop": rate, "attn_pdrop": rate, "resid_pdrop": rate, **fields}
+        fields = {**dict.fromkeys(DROPOUT_RATES, fields.pop("dropout")), **fields}
     if fields.get("vocab_size", 0) <= 50256:  # another vocabulary than GPT-2's
         fields = {"bos_token_id": None, "eos_token_id": None, **fields}
     tied = kind == NANOGPT or not has_masks

@@ -184,31 +184,28 @@ def stream_text(
     return TextStream(writer, writer.begin(prompt))
 
 
+@dataclass
 class _GrowingText:
     """One text and its own state of generation, so that it does not depend on its batch.
 
     Args:
-        prompt: the prompt's text; None means the text of the ids.
-        prompt_ids: at least one.
+        prompt: the prompt's text.
+        ids: the token ids of the prompt, at least one, to which the new ones are appended.
         new_text: decodes the new tokens.
         limit: maximum number of new tokens.
         seed: seed of its random numbers; None for a different seed every time.
     """
 
-    def __init__(
-        self,
-        prompt: str | None,
-        prompt_ids: Sequence[int],
-        new_text: NewText,
-        limit: int,
-        seed: int | None,
-    ) -> None:
-        self.prompt = new_text.prompt if prompt is None else prompt
-        self.ids, self.new_text = list(prompt_ids), new_text
-        self.n_prompt, self.limit, self.seed = len(prompt_ids), limit, seed
-        self.dropped = 0
+    prompt: str
+    ids: list[int]
+    new_text: NewText
+    limit: int
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        self.n_prompt, self.dropped = len(self.ids), 0
         self.logprobs: list[float] = []
-        self.finish_reason: FinishReason | None = None if limit else "length"
+        self.finish_reason: FinishReason | None = None if self.limit else "length"
         self._generator: torch.Generator | None = None
 
     @property
@@ -308,12 +305,15 @@ class _Writer:
         Raises:
             GenerationError: the prompt cannot be encoded, or leaves no room for the new tokens.
         """
-        text = prompt if isinstance(prompt, str) else None
-        ids = self._encoded(prompt) if isinstance(prompt, str) else self._checked(prompt)
-        limit = self._limit(len(ids))
-        new = NewText(self.tokenizer, self.stop, () if text is not None else ids)
+        if isinstance(prompt, str):
+            text, ids = prompt, self._encoded(prompt)
+            new = NewText(self.tokenizer, self.stop)
+        else:
+            ids = self._checked(prompt)
+            new = NewText(self.tokenizer, self.stop, ids)
+            text = new.prompt
         seed = None if self.seed is None else self.seed + sample
-        return _GrowingText(text, ids, new, limit, seed)
+        return _GrowingText(text, ids, new, self._limit(len(ids)), seed)
 
     def decode(self, texts: Sequence[_GrowingText]) -> Iterator[None]:
         """Decode the texts together, one token in every step, until all have ended.

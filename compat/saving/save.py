@@ -24,7 +24,7 @@ from compat.checkpoint.layout import (
     has_tokenizer,
     saved_name,
 )
-from compat.config import DTYPES, GPT2Config, dtype_name
+from compat.config import DTYPES, TOKEN_IDS, GPT2Config, dtype_name
 from compat.dialects import get_dialect
 from compat.errors import (
     CheckpointError,
@@ -177,7 +177,7 @@ def _config_files(config: GPT2Config, tensors: Mapping[str, HFTensor]) -> dict[s
     """Return the contents of config.json, which names the data type, and generation_config.json."""
     dtype = reduce(torch.promote_types, (tensor.like.dtype for tensor in tensors.values()))
     fields = {**config.to_hf_dict(), "dtype": dtype_name(dtype)}
-    ids = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = {name: fields[name] for name in TOKEN_IDS}
     generation = {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
     return {"config.json": _as_json(fields), "generation_config.json": _as_json(generation)}
 
