@@ -175,8 +175,7 @@ def _report_tensors(found: Inspection, infos: Mapping[str, TensorInfo]) -> None:
 
 def _report_checkpoint(found: Inspection, checkpoint: Checkpoint) -> None:
     """Record what is known about a GPT-2, without masks and with a tied head counted once."""
-    tied = {HEAD} if checkpoint.config.tie_word_embeddings else set()
-    _report_tensors(found, {k: info for k, info in checkpoint.infos.items() if k not in tied})
+    _report_tensors(found, {name: checkpoint.infos[name] for name in checkpoint.names})
     found.config, found.names = _main_fields(checkpoint.config.to_hf_dict()), []
     found.tokenizer = _tokenizer(checkpoint)
     found.notes += _serving_notes(checkpoint.config)

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from compat.checkpoint import Checkpoint, Source, open_checkpoint
+from compat.checkpoint import Source, open_checkpoint
 from compat.checkpoint.checks import not_finite
-from compat.checkpoint.layout import HEAD
 from compat.checkpoint.packed import PRECISIONS, write_packed
 from compat.config import dtype_name
 from compat.decoding.int8_weights import Int8Weights
@@ -63,7 +61,10 @@ def pack_checkpoint(
             f"{checkpoint.weights} is already packed. Pack {checkpoint.packed.source} instead, "
             "from which it was made."
         )
-    tensors = Int8Weights(checkpoint).tensors() if precision == "int8" else _bfloat16(checkpoint)
+    if precision == "int8":
+        tensors = Int8Weights(checkpoint).tensors()
+    else:
+        tensors = {n: checkpoint.read(n).bfloat16().contiguous() for n in checkpoint.names}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and (fault := not_finite(tensor)):
             raise CheckpointError(f"in {tensor.dtype}, {name} has {fault}.")
@@ -78,12 +79,6 @@ def pack_checkpoint(
     with replacing_file(file) as temporary:
         write_packed(temporary, tensors, fields)
     return Path(file)
-
-
-def _bfloat16(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    tied = checkpoint.config.tie_word_embeddings
-    names = [name for name in checkpoint.infos if name != HEAD or not tied]
-    return {name: checkpoint.read(name).to(torch.bfloat16).contiguous() for name in names}
 
 
 def _sha256(files: list[Path]) -> str:

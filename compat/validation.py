@@ -233,14 +233,10 @@ def check_buffers(model: nn.Module) -> None:
 
 def _tensors_on_meta(model: nn.Module) -> list[str]:
     """Return names of buffers, and of tensors that are plain attributes, on the meta device."""
-    named = [
-        (prefix, name, value)
-        for prefix, module in model.named_modules()
-        for name, value in (module._buffers | vars(module)).items()
-    ]
     return [
         f"{prefix}.{name}" if prefix else name
-        for prefix, name, value in named
+        for prefix, module in model.named_modules()
+        for name, value in (module._buffers | vars(module)).items()
         if isinstance(value, Tensor) and value.is_meta
     ]
 

@@ -119,8 +119,7 @@ def _check_ids(vocab: dict[str, Any], added: dict[str, int]) -> None:
 
 def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]) -> list[str]:
     """Return the tokens that the merges create, in order."""
-    made: list[str] = []
-    pairs: list[list[str]] = []
+    made: dict[str, list[str]] = {}
     for number, merge in enumerate(merges, start=1):
         parts = merge.split(" ") if isinstance(merge, str) else merge
         proper = isinstance(parts, list) and len(parts) == 2
@@ -137,22 +136,21 @@ def _merged_tokens(vocab: dict[str, Any], merges: Sequence[Any], known: set[str]
         if token in known:
             raise TokenizerError(f"merge {number} makes {short_repr(token)}, which exists already.")
         known.add(token)
-        made.append(token)
-        pairs.append(parts)
+        made[token] = parts
     if sum(len(token) ** 2 for token in made) > _MAX_WORK:
         raise TokenizerError(
             f"the merges make tokens of up to {max(map(len, made)):,} bytes, "
             "but tokens must be words or parts of words."
         )
     ranks = {token: rank for rank, token in enumerate(made)}
-    for number, (token, pair) in enumerate(zip(made, pairs, strict=True), start=1):
+    for number, (token, pair) in enumerate(made.items(), start=1):
         if (last := _last_two(token, ranks)) != pair:
             # tiktoken merges by the rank of the result, not of the pair: it would join these.
             raise TokenizerError(
                 f"merge {number} makes {short_repr(token)} of {short_repr(pair)}, but merging in "
                 f"order makes it of {short_repr(last)}. tiktoken cannot follow that."
             )
-    return made
+    return list(made)
 
 
 def _last_two(token: str, ranks: dict[str, int]) -> list[str]:

@@ -25,7 +25,7 @@ from compat.checkpoint.contents import Contents, Stored, open_contents
 from compat.checkpoint.files import ALL, TensorInfo, read_json
 from compat.checkpoint.find import find_weights
 from compat.checkpoint.foreign import HUGGING_FACE, PACKED, is_hugging_face, kind_of, translate
-from compat.checkpoint.layout import CONFIG, most_bytes
+from compat.checkpoint.layout import CONFIG, HEAD, most_bytes
 from compat.checkpoint.packed import PackedFile, Quantized
 from compat.config import GPT2Config
 from compat.errors import CheckpointError, ConfigError, lines, listed, short_repr
@@ -62,6 +62,12 @@ class Checkpoint:
     @property
     def folder(self) -> Path:
         return self.weights.parent
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors, without a head that is tied to the embedding."""
+        tied = self.config.tie_word_embeddings
+        return [name for name in self.infos if not (tied and name == HEAD)]
 
     @property
     def files(self) -> list[Path]:

@@ -67,7 +67,8 @@ def replacing_folder(
     lock, temporary = None, None
     try:
         place = Path(os.path.realpath(target))
-        with _locked(place.parent, create=True):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(place.parent):
             _check(place)
             _clean(place)
             temporary = _beside(place, "tmp", f"{os.getpid()}-{uuid4().hex[:8]}")
@@ -153,10 +154,8 @@ def _check(place: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path, create: bool = False) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Let one process at a time change what is in the folder."""
-    if create:
-        folder.mkdir(parents=True, exist_ok=True)
     lock = _lock(folder, wait=True)
     try:
         yield
