@@ -233,6 +233,7 @@ class NativeModel:
         M, threads = len(x), usable_threads(torch.get_num_threads())
         at_once = -(-M // -(-M // ROWS_AT_ONCE))  # in equal parts
         size = self.library.scratch_size(byref(self.model), at_once, threads)
+        # The name keeps the memory until the calls below return.
         scratch = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
         start = scratch.data_ptr() + -scratch.data_ptr() % ALIGNMENT
         for first in range(0, M, at_once):
