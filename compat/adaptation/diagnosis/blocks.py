@@ -573,7 +573,9 @@ def _ends_of_branches(
         if (
             total.shortcut is not None
             and end in context.graph.ancestors[total.branch]
-            and not (has_own or (end is layer.mlp and (layer.unknown or layer.extra)))
+            and not (
+                has_own or (end is layer.mlp and (layer.unknown or layer.extra or layer.is_gated))
+            )
         ):
             yield end, total.branch, branch, after, "the residual sum"
 
