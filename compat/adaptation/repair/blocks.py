@@ -6,21 +6,22 @@ import ast
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
-from compat.adaptation.repair.formulas import removed, unused
+from compat.adaptation.repair.formulas import only, removed, unused
 from compat.adaptation.repair.source import Edit, Source, apply
 from compat.adaptation.repair.syntax import (
     assigned,
     called,
-    constructor,
     is_self,
     is_sum,
     name_of,
     own_attribute,
     parameters,
     self_assignments,
+    variable,
+    variables,
 )
 from compat.adaptation.repair.values import hyperparameters
 
@@ -76,11 +77,7 @@ def _residuals(source: Source, statement: ast.stmt) -> list[Residual]:
 
 
 def _stores(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement assigns."""
-    return {
-        node.id for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }  # fmt: skip
+    return variables(statement, ast.Store)
 
 
 def _loads(source: Source, statement: ast.AST, name: str) -> list[ast.Name]:
@@ -206,10 +203,13 @@ def _is_norm(site: Site, call: ast.Call) -> bool:
     return bool(call.args) and known and not name[:1].isupper()
 
 
+def _norm_calls(site: Site, within: ast.AST) -> list[ast.Call]:
+    return [call for call in site.source.nodes(ast.Call, within) if _is_norm(site, call)]
+
+
 def _wrap(source: Source, call: ast.Call) -> Wrap:
     """Return the code of a norm of another tensor than the one of this call."""
-    (start, end), (first, last) = source.span(call), source.span(call.args[0])
-    before, after = source.text[start:first], source.text[last:end]
+    before, after = source.around(call, call.args[0])
     return lambda tensor: f"{before}{tensor}{after}"
 
 
@@ -229,29 +229,22 @@ def _all_then_first(candidates: list[Edits]) -> Iterator[Edits]:
 
 @fixes("post_ln")
 def pre_norm(site: Site) -> Iterator[Edits]:
-    """Move the norms behind the residual sums to the inputs of the branches."""
-    found = [
-        edits
-        for place in site.everywhere
-        for statement in _statements(place)
-        if (edits := _post_to_pre(place, statement))
-    ]
-    yield from _all_then_first(found or list(_post_norms(site)))
+    """Move the norms behind the residual sums to the inputs of the branches.
 
-
-def _post_norms(site: Site) -> Iterator[Edits]:
-    """Yield the edits for every function of the user's, where the finding's line only calls it."""
-    for source, function in site.every(ast.FunctionDef):
-        place = _site_at(site, source, function.body[0])
-        for statement in _statements(place):
-            if edits := _post_to_pre(place, statement):
-                yield edits
-
-
-def _site_at(site: Site, source: Source, statement: ast.stmt) -> Site:
-    """Return the finding as if it were at another statement."""
-    finding = replace(site.finding, file=source.file, line=statement.lineno)
-    return replace(site, finding=finding)
+    The finding's lines may only call the functions with the sums.
+    """
+    functions = site.every(ast.FunctionDef)
+    elsewhere = (site.at(source.file, each.body[0].lineno) for source, each in functions)
+    for places in (site.everywhere, elsewhere):
+        found = [
+            edits
+            for place in places
+            for statement in _statements(place)
+            if (edits := _post_to_pre(place, statement))
+        ]
+        yield from _all_then_first(found)
+        if found:
+            break
 
 
 @fixes("post_ln")
@@ -264,7 +257,7 @@ def pre_norm_of_wrapper(site: Site) -> Iterator[Edits]:
     norms = [call for call in site.calls if _is_norm(site, call) and is_sum(call.args[0])]
     held = {
         name_of(target)
-        for _, node in site.every(ast.Assign) if called_in(node.value, name)
+        for other, node in site.every(ast.Assign) if other.calls(name, within=node.value)
         for target in node.targets
     }  # fmt: skip
     for norm, stream in itertools.product(norms, (0, 1)):
@@ -276,15 +269,14 @@ def pre_norm_of_wrapper(site: Site) -> Iterator[Edits]:
                     assert statement is not None
                     wrap: Wrap = f"{other.code(call.func)}.{name_of(norm.func)}({{}})".format
                     residual = Residual(statement, call, tensor, branch)
-                    edits += _normed_input(_site_at(site, other, statement), residual, wrap) or []
+                    place = site.at(other.file, statement.lineno)
+                    edits += _normed_input(place, residual, wrap) or []
         yield edits
 
 
 def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
     source = site.source
-    for call in source.nodes(ast.Call, statement):
-        if not _is_norm(site, call):
-            continue
+    for call in _norm_calls(site, statement):
         summed = call.args[0]
         if isinstance(summed, ast.BinOp):
             for residual in _residuals(source, statement):
@@ -298,17 +290,8 @@ def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
         for residual in _residuals(source, block[i - 1]):
             moved = _normed_input(site, residual, _wrap(source, call), (statement,))
             if moved:
-                return [*_without(source, statement, call), *moved]
+                return [*only(source, call, summed), *moved]
     return None
-
-
-def _without(source: Source, statement: ast.stmt, call: ast.Call) -> Edits:
-    """Remove a call of a norm, or its statement if it does nothing else."""
-    match statement:
-        case ast.Assign([ast.Name(name), *_], ast.Call(_, [ast.Name(tensor), *_]) as value):
-            if value is call and name == tensor:
-                return [removed(source, statement)]
-    return source.unwrap(call, call.args[0])
 
 
 @fixes("post_ln")
@@ -330,10 +313,10 @@ def norm_on_input(site: Site) -> Iterator[Edits]:
 def _output_to_input(site: Site, statement: ast.stmt) -> Edits | None:
     source = site.source
     block = source.block(statement)
-    for call in source.nodes(ast.Call, statement):
-        if not _is_norm(site, call) or isinstance(call.args[0], ast.BinOp):
+    for call in _norm_calls(site, statement):
+        if isinstance(call.args[0], ast.BinOp):
             continue
-        dropped = _without(source, statement, call)
+        dropped = only(source, call, call.args[0])
         alone = (statement,) if len(dropped) == 1 else ()
         for later in block[block.index(statement) :]:
             for residual in _residuals(source, later):
@@ -351,10 +334,60 @@ def _output_to_input(site: Site, statement: ast.stmt) -> Edits | None:
     return None
 
 
-@fixes("extra_ln")
-def norm_of_branches(site: Site) -> Iterator[Edits]:
+@fixes("extra_ln", "residual_from_norm")
+def residual_before_norm(site: Site) -> Iterator[Edits]:
     """Start the residual connections before the norms: the first norm then is not an extra one."""
-    yield from residual_before_norm(site)
+    found: list[Edits] = []
+    for statement in _statements(site):
+        for residual in _residuals(site.source, statement):
+            if edits := _from_before_norm(site, residual):
+                found.append(edits)
+                break
+        else:
+            found += _normed_operand(site, statement)
+    yield from _all_then_first(found)
+
+
+def _normed_operand(site: Site, statement: ast.stmt) -> list[Edits]:
+    """Remove the norm from `ln(x)` in `ln(x) + branch(ln(x))`."""
+    source = site.source
+    for node in source.nodes(ast.BinOp, statement):
+        for operand in (node.left, node.right) if is_sum(node) else ():
+            match operand:
+                case ast.Call(_, [ast.Name() as tensor, *_]) if _is_norm(site, operand):
+                    return [source.unwrap(operand, tensor)]
+    return []
+
+
+def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
+    source, name = site.source, residual.stream.id
+    block = source.block(residual.statement)
+    end = block.index(residual.statement)
+    i = next((i for i in range(end - 1, -1, -1) if name in _stores(block[i])), -1)
+    if i < 0 or not isinstance(definition := block[i], ast.Assign):
+        return None
+    match (block[i - 1] if i else None), definition.value:
+        case ((ast.Assign(_, ast.Call() as call) as before), ast.Name(copied) as value):
+            if copied not in _stores(before) or not _is_norm(site, call):
+                return None
+            tensor = call.args[0]
+            if not isinstance(tensor, ast.Name) or tensor.id != copied:  # h = ln(x); residual = h
+                return [source.replace(value, source.code(tensor))]
+            return [  # x = ln(x); residual = x
+                source.replace(before, source.code(definition)),
+                source.replace(definition, source.code(before)),
+            ]
+        case _, ast.Call(_, [ast.Name(normed), *_]) as call if _is_norm(site, call):
+            if normed != name:  # h = ln(x); x = h + branch(h)
+                return [source.replace(residual.stream, normed)]
+            moved = _normed_input(site, residual, _wrap(source, call), (definition,))
+            return None if moved is None else _merged([removed(source, definition), *moved])
+    return None
+
+
+def _merged(edits: Edits) -> Edits:
+    """Return the edits without two that begin at the same place."""
+    return list({(edit.start, edit.end): edit for edit in edits}.values())
 
 
 @fixes("extra_ln")
@@ -379,7 +412,7 @@ def removed_norm(site: Site) -> Iterator[Edits]:
     source = site.source
     for call in site.calls:
         if _is_norm(site, call):
-            edits = _without(source, site.statement, call)
+            edits = only(source, call, call.args[0])
             yield [*edits, *_unused_norm(site, call)]
             yield edits
 
@@ -400,7 +433,7 @@ def _unused_norm(site: Site, call: ast.Call) -> Edits:
 @fixes("extra_ln")
 def removed_norm_module(site: Site) -> Iterator[Edits]:
     """Remove a norm from a Sequential, or the last norm of torch's own encoder."""
-    for source in sorted(site.sources.values(), key=lambda source: source is not site.source):
+    for source in site.ordered:
         for call in source.nodes(ast.Call):
             items: list[ast.expr | ast.keyword] = []
             if called(call) == "Sequential":
@@ -419,28 +452,21 @@ def added_norm(site: Site) -> Iterator[Edits]:
     source, first = site.source, site.finding.tap.endswith("ln_1")
     block = source.block(site.statement)
     sums = [r for s in block[block.index(site.statement) :] for r in _residuals(source, s)][:2]
-    for name in _unused_norms(site, site.cls):
-        wrap = _norm_like(site, name)
-        for residual in sums:
-            if edits := _normed_input(site, residual, wrap):
-                yield edits
-    init = constructor(site.cls)
-    if init is None:
-        return
-    for name, statement, new in _new_norms(site, init, first):
-        place = (
-            source.insert_before(statement, new) if first else source.insert_after(statement, new)
-        )
+    norms: list[tuple[str, Edits]] = [(name, []) for name in _unused_norms(site, site.cls)]
+    if site.init is not None:
+        for name, statement, new in _new_norms(site, site.init, first):
+            insert = source.insert_before if first else source.insert_after
+            norms.append((name, [insert(statement, new)]))
+    for name, created in norms:
         for residual in sums:
             if edits := _normed_input(site, residual, _norm_like(site, name)):
-                yield [place, *edits]
+                yield [*created, *edits]
 
 
 @fixes("shared_parameters")
 def second_norm(site: Site) -> Iterator[Edits]:
     """Call another norm where a block calls one a second time: an unused one, or a new one."""
-    source, cls = site.source, site.cls
-    init = None if cls is None else constructor(cls)
+    source, cls, init = site.source, site.cls, site.init
     if cls is None or init is None:
         return
     for norm in [call.func for call in site.calls if _is_norm(site, call)]:
@@ -481,12 +507,8 @@ def _norm_like(site: Site, name: str) -> Wrap:
             while isinstance(owner, ast.Subscript):
                 owner = owner.value
             if isinstance(owner, ast.Attribute):
-                end = site.source.span(owner)[1]
-                code, rest = (
-                    site.source.code(owner),
-                    site.source.text[end : site.source.span(call.func)[1]],
-                )
-                func = code[: len(code) - len(owner.attr)] + name + rest
+                _, rest = site.source.around(call.func, owner)
+                func = site.source.code(owner).removesuffix(owner.attr) + name + rest
                 return lambda tensor: f"{func}({tensor})"
     return _of_self(name)
 
@@ -537,28 +559,22 @@ def _sibling(name: str, first: bool) -> str:
 def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
     """Yield code of a new norm, the user's norms first. Each name is known in the method."""
     known = {a.arg for a in ast.walk(init.args) if isinstance(a, ast.arg)} | site.imported
-    local = {node.id for node in ast.walk(init) if isinstance(node, ast.Name)
-             and isinstance(node.ctx, ast.Store)}  # fmt: skip
-    module = [statement for source in _same_module(site) for statement in source.tree.body]
-    known |= local | {s.name for s in module if isinstance(s, ast.ClassDef)}
-    known |= {t.id for s in module if isinstance(s, ast.Assign)
-              for t in s.targets if isinstance(t, ast.Name)}  # fmt: skip
+    known |= variables(init, ast.Store)
+    for statement in (each for source in _same_module(site) for each in source.tree.body):
+        if isinstance(statement, ast.ClassDef):
+            known.add(statement.name)
+        elif isinstance(statement, ast.Assign):
+            known |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
     own = {n.attr for n in ast.walk(init) if isinstance(n, ast.Attribute)
            and isinstance(n.ctx, ast.Store)}  # fmt: skip
 
     def is_known(node: ast.AST) -> bool:
-        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         attributes = {name_of(n) for n in ast.walk(node) if is_self(n)}
-        return names <= known and attributes <= own
+        return variables(node) <= known and attributes <= own
 
-    seen: set[str] = set()
     norms = list(_norm_modules(site).values())
-    for call in norms:
-        code = ast.unparse(call)
-        written = [s.code(call) for s in site.sources.values() if call in set(ast.walk(s.tree))]
-        if is_known(call) and code not in seen:
-            seen.add(code)
-            yield written[0]
+    for call in filter(is_known, norms):
+        yield next(s.code(call) for s in site.sources.values() if call in s.parents)
     torchs = site.torch("torch.nn.LayerNorm")  # for where the user's own takes other arguments
     classes = [*sorted({ast.unparse(call.func) for call in norms} - {torchs}), torchs]
     widths = [
@@ -568,11 +584,7 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
         and len(call.args) > place and is_known(call.args[place])
     ]  # fmt: skip
     for width in widths or hyperparameters(site, site.source, init, "n_embd"):
-        for cls in classes:
-            new = f"{cls}({width})"
-            if new not in seen:
-                seen.add(new)
-                yield new
+        yield from (f"{cls}({width})" for cls in classes)
 
 
 def _same_module(site: Site) -> list[Source]:
@@ -584,22 +596,16 @@ def _same_module(site: Site) -> list[Source]:
 @fixes("no_final_ln")
 def final_norm(site: Site) -> Iterator[Edits]:
     """Apply a norm before the head: an unused one of the class, or a new one."""
-    for other in site.everywhere[1:]:  # in a method that the finding's line calls
-        yield from final_norm(replace(other, finding=replace(other.finding, also=[])))
-    if site.cls is None or (init := constructor(site.cls)) is None:
-        # A class without a constructor inherits its modules.
-        for name in _unused_norms(site, site.cls) if site.cls else ():
-            yield from _before_head(site, _held(site, name))
-        return
-    for name in _unused_norms(site, site.cls):
-        for edits in _before_head(site, _held(site, name)):
-            yield edits
-    if not _unused_norms(site, site.cls):
-        name = _final_name(site)
-        for new in _constructors(site, init):
-            place = _beside_head(site, init, f"self.{name} = {new}")
-            for edits in _before_head(site, f"self.{name}"):
-                yield [place, *edits]
+    for place in [*site.everywhere[1:], site]:  # first in the methods that the line calls
+        unused = [] if place.cls is None else _unused_norms(place, place.cls)
+        for name in unused:
+            yield from _before_head(place, _held(place, name))
+        if place.init is not None and not unused:
+            name = _final_name(place)
+            for new in _constructors(place, place.init):
+                created = _beside_head(place, place.init, f"self.{name} = {new}")
+                for edits in _before_head(place, f"self.{name}"):
+                    yield [created, *edits]
 
 
 def _held(site: Site, name: str) -> str:
@@ -628,27 +634,16 @@ def _before_head(site: Site, norm: str) -> Iterator[Edits]:
     local = {a.arg for a in site.function.args.args} | _stores(site.function)
     tensors = [n for n in source.nodes(ast.Name, statement) if n.id in local - {"self"}
                and n in _loads(source, statement, n.id)]  # fmt: skip
+    outermost = next(s for s in site.function.body if statement in set(ast.walk(s)))
     for node in tensors:
-        new = source.insert_before(_outermost(site), f"{node.id} = {norm}({node.id})")
+        new = source.insert_before(outermost, f"{node.id} = {norm}({node.id})")
         inline = source.replace(node, f"{norm}({node.id})")
-        nested = _outermost(site) is not statement or isinstance(
-            source.parents[node], ast.Subscript
-        )
-        if nested or isinstance(statement, ast.Assign):
-            yield [new]
-            yield [inline]
-        else:
-            yield [inline]
-            yield [new]
+        nested = outermost is not statement or isinstance(source.parents[node], ast.Subscript)
+        line_first = nested or isinstance(statement, ast.Assign)
+        yield from ([edit] for edit in ((new, inline) if line_first else (inline, new)))
     calls = [c for c in site.calls if c.args and isinstance(c.args[0], (ast.Call, ast.Subscript))]
     for call in calls:
         yield [source.replace(call.args[0], f"{norm}({source.code(call.args[0])})")]
-
-
-def _outermost(site: Site) -> ast.stmt:
-    """Return the statement of the function's body that the finding's line is in."""
-    assert site.function is not None
-    return next(s for s in site.function.body if site.statement in set(ast.walk(s)))
 
 
 def _final_name(site: Site) -> str:
@@ -664,19 +659,16 @@ def _final_name(site: Site) -> str:
 
 def _beside_head(site: Site, init: ast.FunctionDef, new: str) -> Edit:
     """Insert a statement before the one that builds the head, or after the blocks."""
-    read = {n.attr for n in site.source.nodes(ast.Attribute, site.statement)}
+    source = site.source
+    read = {n.attr for n in source.nodes(ast.Attribute, site.statement)}
     built = [s for s in init.body if isinstance(s, ast.Assign)]
     for statement in built:
-        held = isinstance(statement.targets[0], ast.Attribute)
-        if held and name_of(statement.targets[0]) in read and called_in(statement, "Linear"):
-            return site.source.insert_before(statement, new)
-    blocks = [s for s in built if any(called_in(s, name) for name in BODY)]
-    return site.source.insert_after((blocks or built or init.body)[-1], new)
-
-
-def called_in(node: ast.AST, name: str) -> bool:
-    """Return whether a call of this name is in the node."""
-    return any(isinstance(n, ast.Call) and called(n) == name for n in ast.walk(node))
+        target = statement.targets[0]
+        if isinstance(target, ast.Attribute) and target.attr in read:
+            if source.calls("Linear", within=statement):
+                return source.insert_before(statement, new)
+    blocks = [s for s in built if source.calls(*BODY, within=s)]
+    return source.insert_after((blocks or built or init.body)[-1], new)
 
 
 # Residual connections.
@@ -691,16 +683,13 @@ def added_residual(site: Site) -> Iterator[Edits]:
     block = source.block(site.statement)
     start = block.index(site.statement)
     for statement in _branch_end(source, block, start):
-        value = getattr(statement, "value", None)
-        if not isinstance(statement, (ast.Assign, ast.Return)) or not isinstance(value, ast.expr):
-            continue
-        if isinstance(statement, ast.Assign) and not isinstance(statement.targets[0], ast.Name):
-            continue
-        for name in _streams(site, block[:start], statement):
-            left = f"{name} + {source.code(value)}"
-            right = f"{source.code(value)} + {name}"
-            last = is_sum(value) or _stream_last(site)  # a sum with a bias
-            yield [source.replace(value, right if last else left)]
+        match statement:
+            case ast.Assign([ast.Name(), *_], value) | ast.Return(ast.expr() as value):
+                code, last = source.code(value), _stream_last(site)
+                last = last or is_sum(value)  # a sum with a bias
+                for name in _streams(site, block[:start], statement):
+                    total = f"{code} + {name}" if last else f"{name} + {code}"
+                    yield [source.replace(value, total)]
     yield from _saved_residual(site, block, start)
 
 
@@ -709,17 +698,12 @@ def _branch_end(source: Source, block: list[ast.stmt], start: int) -> list[ast.s
     found = [block[start]]
     for i in range(start + 1, len(block)):
         value = getattr(block[i], "value", None)
-        names = _stores(found[-1])
         dropout = isinstance(value, ast.Call) and "drop" in ast.unparse(value.func).lower()
-        read = (
-            {n.id for n in source.nodes(ast.Name, value)} if isinstance(value, ast.expr) else set()
+        copied = isinstance(value, ast.Name) and not (
+            isinstance(block[i], ast.Return)
+            or any(_loads(source, later, value.id) for later in block[i + 1 :])
         )
-        copied = isinstance(value, ast.Name) and not any(
-            _loads(source, later, value.id) for later in block[i + 1 :]
-        )
-        if not names & read or not (dropout or copied):
-            break
-        if copied and isinstance(block[i], ast.Return):
+        if not (dropout or copied) or not _stores(found[-1]) & variables(block[i], ast.Load):
             break
         found.append(block[i])
     return found[::-1]
@@ -729,9 +713,7 @@ def _streams(site: Site, before: list[ast.stmt], statement: ast.stmt) -> list[st
     """Return the names that may hold the residual stream, the likeliest first."""
     source = site.source
     assert site.function is not None
-    copies = [s.targets[0].id for s in before if isinstance(s, ast.Assign)
-              and isinstance(s.targets[0], ast.Name) and isinstance(s.value, ast.Name)]  # fmt: skip
-    idle = [name for name in reversed(copies) if not _loads(source, statement, name)]
+    idle = [name for name in reversed(_copies(before)) if not _loads(source, statement, name)]
     read = [n.id for n in source.nodes(ast.Name, statement) if n in _loads(source, statement, n.id)]
     written = [name for s in reversed(before) for name in sorted(_stores(s))]
     parameters = [a.arg for a in site.function.args.args if a.arg != "self"]
@@ -741,10 +723,15 @@ def _streams(site: Site, before: list[ast.stmt], statement: ast.stmt) -> list[st
     return list(every)[:4]
 
 
+def _copies(statements: list[ast.stmt]) -> list[str]:
+    """Return the variables to which another one is assigned, as in `residual = x`."""
+    return [variable(s) for s in statements
+            if variable(s) and isinstance(getattr(s, "value", None), ast.Name)]  # fmt: skip
+
+
 def _stream_last(site: Site) -> bool:
     """Return whether the function writes its other sums as `branch + x`."""
-    sums = [s for s in _statements(site) if _residuals(site.source, s)]
-    found = [_residuals(site.source, s)[0] for s in sums]
+    found = [r for s in _statements(site) for r in _residuals(site.source, s)[:1]]
     return any(isinstance(r.sum, ast.BinOp) and r.sum.right is r.stream for r in found)
 
 
@@ -752,37 +739,30 @@ def _stream_last(site: Site) -> bool:
 def without_second_sum(site: Site) -> Iterator[Edits]:
     """Remove the second sum, or the assignment in place before it."""
     yield [site.source.remove(site.statement)]
+    source = site.source
     before = [s for s in _statements(site) if s.lineno < site.line and isinstance(s, ast.AugAssign)]
     for statement in reversed(before):
-        code = site.source.code(statement.value)
-        target = site.source.code(statement.target)
-        yield [site.source.replace(statement, f"{target} = {code}")]
+        new = f"{source.code(statement.target)} = {source.code(statement.value)}"
+        yield [source.replace(statement, new)]
 
 
 def _saved_residual(site: Site, block: list[ast.stmt], start: int) -> Iterator[Edits]:
     """Save the stream before a branch that overwrites it, and add it behind the branch."""
-    source, statement = site.source, site.statement
-    if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+    source, name = site.source, variable(site.statement)
+    if not name:
         return
-    name = statement.targets[0].id
-    names = [s.targets[0].id for s in _statements(site) if isinstance(s, ast.Assign)
-             and isinstance(s.targets[0], ast.Name) and isinstance(s.value, ast.Name)]  # fmt: skip
-    saved = names[0] if names else site.new_name("residual", "shortcut")
-    first = start
-    while (
-        first and _stores(block[first - 1]) == {name} and not _residuals(source, block[first - 1])
-    ):
-        first -= 1
-    last = start
-    while last + 1 < len(block) and _stores(block[last + 1]) == {name}:
-        if any(_is_norm(site, call) for call in source.nodes(ast.Call, block[last + 1])):
-            break
-        last += 1
-    for begin in range(first, start + 1):
-        end = block[last]
-        if isinstance(end, ast.Assign):
-            added = source.replace(end.value, f"{saved} + {source.code(end.value)}")
-            yield [source.insert_before(block[begin], f"{saved} = {name}"), added]
+    saved = next(iter(_copies(_statements(site))), "") or site.new_name("residual", "shortcut")
+    before = itertools.takewhile(
+        lambda s: _stores(s) == {name} and not _residuals(source, s), reversed(block[:start])
+    )
+    after = itertools.takewhile(
+        lambda s: _stores(s) == {name} and not _norm_calls(site, s), block[start + 1 :]
+    )
+    end = [block[start], *after][-1]
+    if isinstance(end, ast.Assign):
+        added = source.replace(end.value, f"{saved} + {source.code(end.value)}")
+        for begin in [*reversed([*before]), block[start]]:
+            yield [source.insert_before(begin, f"{saved} = {name}"), added]
 
 
 @fixes("missing_residual")
@@ -827,24 +807,11 @@ def residual_from_attention(site: Site) -> Iterator[Edits]:
     block = source.block(site.statement)
     for statement in block[block.index(site.statement) :]:
         for residual in _residuals(source, statement):
-            read = [name for s in block[: block.index(statement)] for name in _stores(s)]
-            for name in reversed(read):
+            before = block[: block.index(statement)]
+            written = [name for s in before for name in sorted(_stores(s))]
+            for name in reversed(written):
                 if name != residual.stream.id:
                     yield [source.replace(residual.stream, name)]
-
-
-@fixes("residual_from_norm")
-def residual_before_norm(site: Site) -> Iterator[Edits]:
-    """Start the residual connections before the norms."""
-    found: list[Edits] = []
-    for statement in _statements(site):
-        for residual in _residuals(site.source, statement):
-            if edits := _from_before_norm(site, residual):
-                found.append(edits)
-                break
-        else:
-            found += _normed_operand(site, statement)
-    yield from _all_then_first(found)
 
 
 @fixes("residual_from_norm", "doubled_residual")
@@ -855,78 +822,28 @@ def branch_without_its_input(site: Site) -> Iterator[Edits]:
             yield from (site.source.unwrap(node, part) for part in (node.right, node.left))
 
 
-def _normed_operand(site: Site, statement: ast.stmt) -> list[Edits]:
-    """Remove the norm from `ln(x)` in `ln(x) + branch(ln(x))`."""
-    source = site.source
-    for node in source.nodes(ast.BinOp, statement):
-        for operand in (node.left, node.right) if is_sum(node) else ():
-            match operand:
-                case ast.Call(_, [ast.Name() as tensor, *_]) if _is_norm(site, operand):
-                    return [source.unwrap(operand, tensor)]
-    return []
-
-
-def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
-    source, name = site.source, residual.stream.id
-    block = source.block(residual.statement)
-    end = block.index(residual.statement)
-    i = next((i for i in range(end - 1, -1, -1) if name in _stores(block[i])), -1)
-    if i < 0 or not isinstance(definition := block[i], ast.Assign):
-        return None
-    match (block[i - 1] if i else None), definition.value:
-        case ((ast.Assign(_, ast.Call() as call) as before), ast.Name(copied) as value):
-            if copied not in _stores(before) or not _is_norm(site, call):
-                return None
-            tensor = call.args[0]
-            if not isinstance(tensor, ast.Name) or tensor.id != copied:  # h = ln(x); residual = h
-                return [source.replace(value, source.code(tensor))]
-            return [  # x = ln(x); residual = x
-                source.replace(before, source.code(definition)),
-                source.replace(definition, source.code(before)),
-            ]
-        case _, ast.Call(_, [ast.Name(normed), *_]) as call if _is_norm(site, call):
-            if normed != name:  # h = ln(x); x = h + branch(h)
-                return [source.replace(residual.stream, normed)]
-            moved = _normed_input(site, residual, _wrap(source, call), (definition,))
-            return None if moved is None else _merged([removed(source, definition), *moved])
-    return None
-
-
-def _merged(edits: Edits) -> Edits:
-    """Return the edits without two that begin at the same place."""
-    return list({(edit.start, edit.end): edit for edit in edits}.values())
-
-
 # Parallel branches.
 
 
 @fixes("parallel_block")
 def sequential_branches(site: Site) -> Iterator[Edits]:
     """Add attention to the stream before the MLP reads it."""
-    source, statement = site.source, site.statement
-    for later in [statement, *_statements(site)]:
-        terms = _terms(source, later)
-        streams = [t for t in terms if isinstance(t, ast.Name)]
-        if len(terms) != 3:
-            continue
-        for stream in streams:
-            first, last = [t for t in terms if t is not stream]
-            for attention, mlp in ((first, last), (last, first)):
-                edits = _split_sum(site, later, stream, attention, mlp)
-                if edits:
-                    yield edits
-                if edits := _split_shared(site, later, stream, attention, mlp):
-                    yield edits
+    for later in [site.statement, *_statements(site)]:
+        for stream, rest in _with_rest(_terms(later)):
+            if len(rest) != 2:
+                continue
+            for attention, mlp in (rest, rest[::-1]):
+                for split in (_split_sum, _split_shared):
+                    if edits := split(site, later, stream, attention, mlp):
+                        yield edits
 
 
-def _terms(source: Source, statement: ast.stmt) -> list[ast.expr]:
+def _terms(statement: ast.stmt) -> list[ast.expr]:
     """Return the terms of the sum that a statement assigns or returns."""
-    match statement:
-        case ast.AugAssign(ast.Name() as target, _, value):
-            return [target, *_flat(value)]
-        case ast.Assign() | ast.AnnAssign() | ast.Return() | ast.Expr() | ast.AugAssign():
-            return [] if statement.value is None else _flat(statement.value)
-    return []
+    value = getattr(statement, "value", None)
+    target = getattr(statement, "target", None) if isinstance(statement, ast.AugAssign) else None
+    terms = _flat(value) if isinstance(value, ast.expr) else []
+    return [target, *terms] if isinstance(target, ast.Name) else terms
 
 
 def _flat(node: ast.expr) -> list[ast.expr]:
@@ -939,23 +856,39 @@ def _split_sum(
     """Add attention to the stream in a statement of its own, before the MLP."""
     source, x = site.source, stream.id
     block = source.block(statement)
-    place, needed = statement, {n.id for n in source.nodes(ast.Name, mlp)}
+    place, needed = statement, variables(mlp)
     if not _loads(source, mlp, x):
         for other in reversed(block[: block.index(statement)]):
             if _stores(other) & needed:
-                needed |= {n.id for n in source.nodes(ast.Name, other)}
+                needed |= variables(other)
                 place = other if _loads(source, other, x) else place
     known = set().union(*(_stores(s) for s in block[block.index(place) :]))
-    if place is not statement and known & {n.id for n in source.nodes(ast.Name, attention)} - {x}:
+    if place is not statement and known & variables(attention) - {x}:
         return None  # attention is computed later
     last = source.span(stream)[0] > source.span(attention)[0]
-    sums = [f"{source.code(a)} + {x}" if last else f"{x} + {source.code(a)}"
-            for a in (attention, mlp)]  # fmt: skip
+    codes = source.code(attention), source.code(mlp)
+    line, replaced = _two_sums(source, statement, x, last, *codes)
+    return [source.insert_before(place, line), replaced]
+
+
+def _two_sums(
+    source: Source, statement: ast.stmt, stream: str, last: bool, attention: str, mlp: str
+) -> tuple[str, Edit]:
+    """Return the line that adds attention, and the sum with the MLP in place of the statement's.
+
+    Args:
+        source: the file.
+        statement: the statement that adds both.
+        stream: the variable that they are added to.
+        last: whether the stream is the last term of a sum.
+        attention, mlp: the code of the branches.
+    """
     if isinstance(statement, ast.AugAssign):
-        lines = [f"{x} += {source.code(attention)}", f"{x} += {source.code(mlp)}"]
-        return [source.insert_before(place, lines[0]), source.replace(statement, lines[1])]
+        return f"{stream} += {attention}", source.replace(statement, f"{stream} += {mlp}")
     value = getattr(statement, "value")  # noqa: B009
-    return [source.insert_before(place, f"{x} = {sums[0]}"), source.replace(value, sums[1])]
+    first, second = (f"{code} + {stream}" if last else f"{stream} + {code}"
+                     for code in (attention, mlp))  # fmt: skip
+    return f"{stream} = {first}", source.replace(value, second)
 
 
 def _split_shared(
@@ -971,14 +904,9 @@ def _split_shared(
         mlp, dropped = made.value, [source.remove(made)]
     if (normed := _normed_again(site, statement, mlp, x)) is None:
         return None
-    code, last = source.code(attention), source.span(stream)[0] > source.span(attention)[0]
-    if isinstance(statement, ast.AugAssign):
-        total, value = f"{x} += {code}", normed
-    else:
-        total = f"{x} = {code} + {x}" if last else f"{x} = {x} + {code}"
-        value = f"{normed} + {x}" if last else f"{x} + {normed}"
-    replaced = source.replace(getattr(statement, "value"), value)  # noqa: B009
-    return [*dropped, source.insert_before(statement, total), replaced]
+    last = source.span(stream)[0] > source.span(attention)[0]
+    line, replaced = _two_sums(source, statement, x, last, source.code(attention), normed)
+    return [*dropped, source.insert_before(statement, line), replaced]
 
 
 def _assignment_before(source: Source, statement: ast.stmt, name: str) -> ast.Assign | None:
@@ -997,8 +925,7 @@ def _normed_again(site: Site, statement: ast.stmt, branch: ast.expr, x: str) -> 
         made = _assignment_before(source, statement, node.id)
         match made.value if made is not None else None:
             case ast.Call(_, [ast.Name(read), *_]) as norm if read == x and _is_norm(site, norm):
-                (start, end), (first, last) = source.span(branch), source.span(node)
-                return source.text[start:first] + source.code(norm) + source.text[last:end]
+                return source.code(norm).join(source.around(branch, node))
     return None
 
 
@@ -1006,8 +933,7 @@ def _normed_again(site: Site, statement: ast.stmt, branch: ast.expr, x: str) -> 
 def mlp_after_attention(site: Site) -> Iterator[Edits]:
     """Let the MLP read the sum that includes attention."""
     source = site.source
-    found = [s for s in reversed(sorted(_statements(site), key=lambda s: s.lineno))]
-    for statement in found:
+    for statement in reversed(sorted(_statements(site), key=lambda s: s.lineno)):
         for residual in _residuals(source, statement):
             block = source.block(statement)
             for other in block[: block.index(statement)]:
@@ -1032,7 +958,7 @@ def attention_added_first(site: Site) -> Iterator[Edits]:
     source = site.source
     for last in _statements(site):
         block = source.block(last)
-        for stream, rest in _with_rest(_terms(source, last)):
+        for stream, rest in _with_rest(_terms(last)):
             if len(rest) == 2:  # out = x + attention + mlp
                 for attention, mlp in (rest, rest[::-1]):
                     if edits := _summed_first(site, last, None, stream, attention, mlp):
@@ -1041,7 +967,7 @@ def attention_added_first(site: Site) -> Iterator[Edits]:
             total = next((s for s in before if stream.id in _stores(s)), None)
             if len(rest) != 1 or total is None or len(_stores(total)) != 1:
                 continue
-            for x, others in _with_rest(_terms(source, total)):  # h = x + attention; out = h + mlp
+            for x, others in _with_rest(_terms(total)):  # h = x + attention; out = h + mlp
                 if len(others) == 1:
                     if edits := _summed_first(site, last, total, x, others[0], rest[0]):
                         yield edits
@@ -1074,8 +1000,8 @@ def _summed_first(
     names = {stream.id}  # of the tensor to which attention is added
     if (made := _assignment_before(source, last, stream.id)) is not None:
         names |= {copied} if (copied := _copied(made, stream.id)) is not None else set()
-    kept, derived, moved = _computing(source, before, attention), set(names), list[ast.stmt]()
-    for node in _computing(source, before, mlp):
+    kept, derived, moved = _computing(before, attention), set(names), list[ast.stmt]()
+    for node in _computing(before, mlp):
         from_stream = any(_loads(source, node, name) for name in derived)
         if from_stream and node not in kept and node is not first:
             moved.append(node)
@@ -1098,31 +1024,20 @@ def _summed_first(
     if first is not None:
         place = source.insert_after(first, *lines)
         return [*dropped, place, source.replace(mlp, summed(mlp))]
-    if isinstance(last, ast.AugAssign):
-        sums = [f"{total} += {source.code(attention)}", f"{total} += {summed(mlp)}"]
-        return [
-            *dropped,
-            source.insert_before(last, sums[0], *lines),
-            source.replace(last, sums[1]),
-        ]
     after = source.span(stream)[0] > min(source.span(t)[0] for t in (attention, mlp))
-    sums = [f"{branch} + {total}" if after else f"{total} + {branch}"
-            for branch in (source.code(attention), summed(mlp))]  # fmt: skip
-    place = source.insert_before(last, f"{total} = {sums[0]}", *lines)
-    return [*dropped, place, source.replace(getattr(last, "value"), sums[1])]  # noqa: B009
+    line, replaced = _two_sums(source, last, total, after, source.code(attention), summed(mlp))
+    return [*dropped, source.insert_before(last, line, *lines), replaced]
 
 
-def _computing(source: Source, before: list[ast.stmt], branch: ast.expr) -> list[ast.stmt]:
+def _computing(before: list[ast.stmt], branch: ast.expr) -> list[ast.stmt]:
     """Return the statements of a block that a branch is computed by."""
-    needed = {node.id for node in source.nodes(ast.Name, branch)}
-    found = []
+    needed, found = variables(branch), []
     for statement in reversed(before):
         if _stores(statement) & needed:
             found.append(statement)
             if not isinstance(statement, ast.AugAssign):
                 needed -= _stores(statement)
-            names = source.nodes(ast.Name, statement)
-            needed |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
+            needed |= variables(statement, ast.Load)
     return found[::-1]
 
 

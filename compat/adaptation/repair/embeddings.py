@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 
@@ -19,8 +20,10 @@ from compat.adaptation.repair.syntax import (
     is_sum,
     name_of,
     parameters,
+    sides,
+    variable,
 )
-from compat.adaptation.repair.values import calls_of, hyperparameters
+from compat.adaptation.repair.values import calls_of, functions, hyperparameters
 
 # Positions.
 
@@ -32,18 +35,20 @@ ROTATION = re.compile("rot|rope|pos", re.IGNORECASE)
 @fixes("pos_offset")
 def first_position(site: Site) -> Iterator[Edits]:
     """Remove the number that is added to the positions."""
-    around: list[ast.AST | None] = [site.statement, site.function, site.cls, site.source.tree]
-    for region in around:
-        if region is None:
-            continue
-        calls = [e for c in site.source.nodes(ast.Call, region) if (e := _arange(site, c))]
-        slices = [e for s in site.source.nodes(ast.Slice, region) if (e := _slice(site, s))]
-        both = [*calls, *slices]
-        yield from both
+    source = site.source
+    for region in [*site.scopes, source.tree]:
+        found = [
+            e for c in source.calls("arange", "range", within=region) if (e := _range(site, c))
+        ]
+        found += [e for s in source.nodes(ast.Slice, region) if (e := _slice(site, s))]
+        yield from found
         yield from _sums(site, region)
-        if not both:
+        if not found:
             yield from _numbers(site, region)
-    yield from _cumulative(site)
+    for call in source.calls("cumsum", within=site.function):
+        new = f"{source.code(call)} - {site.finding.values['found']}"
+        inside = isinstance(source.parents[call], (ast.Attribute, ast.BinOp))
+        yield [source.replace(call, f"({new})" if inside else new)]
 
 
 def _is_offset(site: Site, node: ast.AST | None) -> bool:
@@ -53,24 +58,19 @@ def _is_offset(site: Site, node: ast.AST | None) -> bool:
 def _less(site: Site, node: ast.expr) -> Edit | None:
     """Return a sum without the offset."""
     if is_sum(node):
-        for offset, rest in ((node.right, node.left), (node.left, node.right)):
+        for offset, rest in sides(node):
             if _is_offset(site, offset):
                 return site.source.replace(node, site.source.code(rest))
     return None
 
 
-def _arange(site: Site, call: ast.Call) -> Edits | None:
+def _range(site: Site, call: ast.Call) -> Edits | None:
     """Let `arange(1, T + 1)` begin at 0."""
-    if called(call) not in ("arange", "range") or len(call.args) < 2:
+    if len(call.args) < 2 or not _is_offset(site, call.args[0]):
         return None
-    if not _is_offset(site, call.args[0]):
-        return None
-    source = site.source
-    end = _less(site, call.args[1])
-    length = source.replace(
-        call.args[1], f"{source.code(call.args[1])} - {source.code(call.args[0])}"
-    )
-    return [source.replace(call.args[0], "0"), end or length]
+    source, (start, end) = site.source, call.args[:2]
+    length = source.replace(end, f"{source.code(end)} - {source.code(start)}")
+    return [source.replace(start, "0"), _less(site, end) or length]
 
 
 def _slice(site: Site, node: ast.Slice) -> Edits | None:
@@ -108,12 +108,9 @@ def _sums(site: Site, region: ast.AST) -> Iterator[Edits]:
 def _named_offset(site: Site) -> Iterator[Edits]:
     """Remove `self.offset` from `positions + self.offset`."""
     source = site.source
-    regions = [site.statement, site.function]
-    for region in regions:
-        for node in source.nodes(ast.BinOp, region) if region else []:
-            if not isinstance(node.op, ast.Add):
-                continue
-            for offset, rest in ((node.right, node.left), (node.left, node.right)):
+    for region in filter(None, (site.statement, site.function)):
+        for node in filter(is_sum, source.nodes(ast.BinOp, region)):
+            for offset, rest in sides(node):
                 if re.search("offset|shift|start|pad|bias", name_of(offset), re.I):
                     edit = source.replace(node, source.code(rest))
                     yield [edit, *unused(site, [offset])]
@@ -131,45 +128,25 @@ def _numbers(site: Site, region: ast.AST) -> Iterator[Edits]:
             yield [source.replace(node, "0")]
 
 
-def _cumulative(site: Site) -> Iterator[Edits]:
-    """Count the positions of a cumulative sum from 0."""
-    source = site.source
-    for call in source.nodes(ast.Call, site.function):
-        if called(call) == "cumsum":
-            new = f"{source.code(call)} - {site.finding.values['found']}"
-            inside = isinstance(source.parents[call], (ast.Attribute, ast.BinOp))
-            yield [source.replace(call, f"({new})" if inside else new)]
-
-
 @fixes("no_pos")
 def added_positions(site: Site) -> Iterator[Edits]:
     """Add the position embedding: an unused one of the class, or a new one."""
-    source = site.source
-    if site.cls is None or site.function is None:
-        return
-    init = next((n for n in site.cls.body if isinstance(n, ast.FunctionDef)
-                 and n.name == "__init__"), None)  # fmt: skip
-    if init is None:
+    source, init = site.source, site.init
+    if init is None or site.function is None:
         return
     tables = _tables(site, init)
     read = [n.attr for n in source.nodes(ast.Attribute) if isinstance(n.ctx, ast.Load)]
     for lookup in site.calls:
-        token = tables.get(getattr(lookup.func, "attr", ""))
-        if token is None or len(lookup.args) != 1:
+        token = getattr(lookup.func, "attr", "")
+        if token not in tables or len(lookup.args) != 1:
             continue
         ids = source.operand(lookup.args[0])
         for name, (holder, _) in tables.items():
             if name not in read:
                 yield [_with_positions(site, lookup, f"{holder}.{name}", ids)]
-        holder, table = token
-        for length in hyperparameters(site, source, init, "n_positions"):
-            if len(table.args) < 2:
-                continue
-            kind, width = source.code(table.func), source.code(table.args[1])
-            statement = next(s for s in init.body if table in set(ast.walk(s)))
-            name = _position_name(getattr(lookup.func, "attr", ""))
-            new = f"self.{name} = {kind}({length}, {width})"
-            edit = source.insert_after(statement, new)
+        name = _position_name(token)
+        for embedding, statement in _new_embeddings(site, source, init, tables[token][1]):
+            edit = source.insert_after(statement, f"self.{name} = {embedding}")
             yield [edit, _with_positions(site, lookup, f"self.{name}", ids)]
 
 
@@ -246,44 +223,45 @@ def learned_table(site: Site) -> Iterator[Edits]:
 def _table_as_parameter(site: Site, source: Source, cls: ast.ClassDef) -> Iterator[Edits]:
     init = constructor(cls)
     parameter = site.torch("torch.nn.Parameter")
-    for call in source.nodes(ast.Call, cls):
+    for call in source.calls("register_buffer", within=cls):
         name, value = str(constant(argument(call, 0, "name"))), argument(call, 1, "tensor")
         statement = source.parents[call]
-        registers = called(call) == "register_buffer" and isinstance(statement, ast.Expr)
-        if registers and value is not None and _is_table(site, source, name, value):
-            new = f"self.{name} = {parameter}({source.code(value)})"
-            yield [source.replace(statement, new), *_attached(source, cls, name)]
-    for node in [] if init is None else source.nodes(ast.Assign, init):
-        target, builds = node.targets[0], node.value
-        if isinstance(builds, ast.Call) and called(builds)[:1].isupper():
-            continue  # a module
-        if not isinstance(target, ast.Attribute) or not is_self(target):
-            continue
-        if _is_table(site, source, target.attr, node.value):
+        if isinstance(statement, ast.Expr) and value is not None:
+            if _is_table(site, source, name, value):
+                new = f"self.{name} = {parameter}({source.code(value)})"
+                yield [source.replace(statement, new), *_attached(source, cls, name)]
+    if init is None:
+        return
+    for node in source.nodes(ast.Assign, init):
+        target, value = node.targets[0], node.value
+        is_module = isinstance(value, ast.Call) and called(value)[:1].isupper()
+        if is_self(target) and not is_module and _is_table(site, source, target.attr, value):
             attached = _attached(source, cls, target.attr)
             written = any(
-                isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)
-                and is_self(n.value, target.attr)
-                for n in ast.walk(cls)
-            )  # fmt: skip
+                is_self(each.value, target.attr) and isinstance(each.ctx, ast.Store)
+                for each in source.nodes(ast.Subscript, cls)
+            )
             if not written:
-                yield [
-                    source.replace(node.value, f"{parameter}({source.code(node.value)})"),
-                    *attached,
-                ]
-            last = init.body[-1] if init is not None else node
+                new = f"{parameter}({source.code(value)})"
+                yield [source.replace(value, new), *attached]
             line = f"self.{target.attr} = {parameter}(self.{target.attr})"
-            yield [source.insert_after(last, line), *attached]
+            yield [source.insert_after(init.body[-1], line), *attached]
 
 
 def _is_table(site: Site, source: Source, name: str, value: ast.expr) -> bool:
     """Return whether a value is named like positions, or computed with a sine."""
-    code = source.code(value)
-    functions = [f for s, f in site.every(ast.FunctionDef)]
-    waves = [f.name for f in functions if _has_sine(f)]
-    called_here = [called(call) for call in source.nodes(ast.Call, value)]
-    named = re.search(r"pos|(?<![a-z])pe(?![a-z])|sin|encod|table", f"{name} {code}", re.I)
-    return bool(named) or _has_sine(value) or any(each in waves for each in called_here)
+    text = f"{name} {source.code(value)}"
+    named = re.search(r"pos|(?<![a-z])pe(?![a-z])|sin|encod|table", text, re.I)
+    return bool(named) or _has_sine(value) or _has_wave(site, source, value)
+
+
+def _has_wave(site: Site, source: Source, node: ast.AST) -> bool:
+    """Return whether a node calls a function of the user's that computes sines."""
+    return any(
+        _has_sine(function)
+        for call in source.nodes(ast.Call, node)
+        for function in functions(site, called(call))
+    )
 
 
 def _has_sine(node: ast.AST) -> bool:
@@ -297,14 +275,16 @@ def _attached(source: Source, cls: ast.ClassDef, name: str) -> Edits:
         match node.targets:
             case [ast.Attribute(table, "requires_grad"), *_] if is_self(table, name):
                 edits.append(source.remove(node))
-    for call in source.nodes(ast.Call, cls):
-        inside = [n for n in ast.walk(call.func) if is_self(n, name)]
-        if called(call) in ("detach", "requires_grad_") and inside:
-            assert isinstance(call.func, ast.Attribute)
-            edits.append(source.replace(call, source.code(call.func.value)))
-        elif called(call) == "Variable" and call.args:
-            if any(is_self(n, name) for n in ast.walk(call.args[0])):
-                edits.append(source.replace(call, source.code(call.args[0])))
+    for call in source.calls("detach", "requires_grad_", "Variable", within=cls):
+        match call:
+            case ast.Call(ast.Attribute(tensor, "detach" | "requires_grad_")):
+                pass
+            case ast.Call(_, [tensor, *_]) if called(call) == "Variable":
+                pass
+            case _:
+                continue
+        if any(is_self(each, name) for each in ast.walk(tensor)):
+            edits.append(source.replace(call, source.code(tensor)))
     return edits
 
 
@@ -316,71 +296,61 @@ def learned_embedding(site: Site) -> Iterator[Edits]:
         if init is None:
             continue
         for call in source.nodes(ast.Call, cls):
-            function = source.parent(call, ast.FunctionDef)
-            if function is init or not _is_wave(site, call):
-                continue
-            yield from _looked_up(site, source, init, call)
-
-
-def _is_wave(site: Site, call: ast.Call) -> bool:
-    """Return whether a function of the user's that computes sines is called."""
-    name = called(call)
-    return any(
-        f.name == name and _has_sine(f)
-        for source, f in site.every(ast.FunctionDef)
-    )  # fmt: skip
+            is_wave = any(map(_has_sine, functions(site, called(call))))
+            if is_wave and source.parent(call, ast.FunctionDef) is not init:
+                yield from _looked_up(site, source, init, call)
 
 
 def _looked_up(
     site: Site, source: Source, init: ast.FunctionDef, call: ast.Call
 ) -> Iterator[Edits]:
     """Yield a new embedding in place of a call that computes positions in `forward`."""
-    found = _new_embedding(site, source, init)
-    if found is None:
-        return
-    embedding, statement = found
-    new = source.insert_after(statement, f"self.pos_emb = {embedding}")
-    arange = site.torch("torch.arange")
+    tables = source.calls("Embedding", within=init)[:1]
+    found = [each for table in tables for each in _new_embeddings(site, source, init, table)]
     function = source.parent(call, ast.FunctionDef)
     names = [] if function is None else [each.arg for each in parameters(function)]
-    for each in call.args[:1]:  # the length of the sequence, or a tensor
-        measured = (
-            [n.id for n in ast.walk(each) if isinstance(n, ast.Name)] if is_size(each) else []
-        )
-        for tensor in [*measured, *(name for name in names if name != "self")][:1]:
-            positions = f"{arange}({source.code(each)}, device={tensor}.device)"
-            yield [new, source.replace(call, f"self.pos_emb({positions})")]
-        if isinstance(each, ast.Name):
-            positions = f"{arange}({each.id}.size(1), device={each.id}.device)"
-            yield [new, source.replace(call, f"self.pos_emb({positions})")]
-            lookup = f"{each.id} + self.pos_emb({positions})"  # for a function that adds them
-            yield [new, source.replace(call, lookup)]
-        elif isinstance(each, ast.Call) and not is_size(each):
-            for ids in [name for name in names if name != "self"][:1]:
-                positions = f"{arange}({ids}.size(1), device={ids}.device)"
-                lookup = f"{source.code(each)} + self.pos_emb({positions})"
+    inputs = [name for name in names if name != "self"][:1]
+    for embedding, statement in found[:1]:
+        new = source.insert_after(statement, f"self.pos_emb = {embedding}")
+        for each in call.args[:1]:  # the length of the sequence, or a tensor
+            code = source.code(each)
+            measured = [n.id for n in source.nodes(ast.Name, each)] if is_size(each) else []
+            for tensor in [*measured, *inputs][:1]:
+                lookup = f"self.pos_emb({_arange(site, tensor, code)})"
                 yield [new, source.replace(call, lookup)]
+            if isinstance(each, ast.Name):
+                lookup = f"self.pos_emb({_arange(site, code)})"
+                yield [new, source.replace(call, lookup)]
+                yield [new, source.replace(call, f"{code} + {lookup}")]  # the function adds them
+            elif isinstance(each, ast.Call) and not is_size(each):
+                for ids in inputs:
+                    lookup = f"{code} + self.pos_emb({_arange(site, ids)})"
+                    yield [new, source.replace(call, lookup)]
 
 
-def _new_embedding(
-    site: Site, source: Source, init: ast.FunctionDef
-) -> tuple[str, ast.stmt] | None:
-    """Return code of a position embedding like the token embedding, and that one's statement."""
-    tables = [c for c in source.nodes(ast.Call, init) if called(c) == "Embedding"]
+def _arange(site: Site, tensor: str, length: str = "") -> str:
+    """Return the positions of a tensor's tokens, by default as many as its second axis has."""
+    length = length or f"{tensor}.size(1)"
+    return f"{site.torch('torch.arange')}({length}, device={tensor}.device)"
+
+
+def _new_embeddings(
+    site: Site, source: Source, init: ast.FunctionDef, table: ast.Call
+) -> list[tuple[str, ast.stmt]]:
+    """Return code of position embeddings like the token embedding, and that one's statement."""
+    if len(table.args) < 2:
+        return []
+    kind, width = source.code(table.func), source.code(table.args[1])
+    statement = next(each for each in init.body if table in set(ast.walk(each)))
     lengths = hyperparameters(site, source, init, "n_positions")
-    if not tables or not lengths or len(tables[0].args) < 2:
-        return None
-    kind, width = source.code(tables[0].func), source.code(tables[0].args[1])
-    statement = next(s for s in init.body if tables[0] in set(ast.walk(s)))
-    return f"{kind}({lengths[0]}, {width})", statement
+    return [(f"{kind}({length}, {width})", statement) for length in lengths]
 
 
 @fixes("sinusoidal_pos")
 def embedding_for_module(site: Site) -> Iterator[Edits]:
     """Build an embedding in place of a module that computes its table in `forward`."""
     for other, cls in site.every(ast.ClassDef):
-        inner = other.nodes(ast.Call, cls)
-        if not _has_sine(cls) and not any(_is_wave(site, call) for call in inner):
+        if not _has_sine(cls) and not _has_wave(site, other, cls):
             continue
         for source, built in calls_of(site, cls.name):
             init, statement = source.parent(built, ast.FunctionDef), source.parents[built]
@@ -394,21 +364,18 @@ def _embedding_built(
     site: Site, source: Source, init: ast.FunctionDef, built: ast.Call, name: str
 ) -> Iterator[Edits]:
     """Build an embedding instead of a module, and look positions up where the module is called."""
-    found = _new_embedding(site, source, init)
-    if found is None:
-        return
-    new = source.replace(built, found[0])
+    tables = source.calls("Embedding", within=init)[:1]
+    found = [each for table in tables for each in _new_embeddings(site, source, init, table)]
     cls = source.parent(init, ast.ClassDef)
     uses = [call for call in source.nodes(ast.Call, cls) if is_self(call.func, name)]
-    function = None if not uses else source.parent(uses[0], ast.FunctionDef)
-    if len(uses) != 1 or function is None:
+    function = source.parent(uses[0], ast.FunctionDef) if len(uses) == 1 else None
+    if not found or function is None:
         return
-    call, arange = uses[0], site.torch("torch.arange")
+    call, new = uses[0], source.replace(built, found[0][0])
     read = [n.id for each in call.args for n in source.nodes(ast.Name, each) if n.id != "self"]
     names = read or [each.arg for each in parameters(function) if each.arg != "self"]
     for tensor in names[:1]:  # of the length of the sequence
-        positions = f"{arange}({tensor}.size(1), device={tensor}.device)"
-        lookup = f"self.{name}({positions})"
+        lookup = f"self.{name}({_arange(site, tensor)})"
         if call.args:
             yield [new, source.replace(call, f"{source.code(call.args[0])} + {lookup}")]
         yield [new, source.replace(call, lookup)]
@@ -416,11 +383,8 @@ def _embedding_built(
 
 def _with_positions(site: Site, lookup: ast.Call, table: str, ids: str) -> Edit:
     """Return the lookup of the tokens plus the one of their positions."""
-    arange = site.torch("torch.arange")
-    positions = f"{table}({arange}({ids}.size(-1), device={ids}.device))"
-    lookup_code = site.source.code(lookup)
     inside = isinstance(site.source.parents[lookup], (ast.BinOp, ast.Attribute))
-    new = f"{lookup_code} + {positions}"
+    new = f"{site.source.code(lookup)} + {table}({_arange(site, ids, f'{ids}.size(-1)')})"
     return site.source.replace(lookup, f"({new})" if inside else new)
 
 
@@ -471,9 +435,7 @@ def removed_factors(site: Site) -> Iterator[Edits]:
 def removed_factor(site: Site) -> Iterator[Edits]:
     """Remove a multiplication or a division."""
     source = site.source
-    for region in (site.statement, site.function):
-        if region is None:
-            continue
+    for region in filter(None, (site.statement, site.function)):
         for node in source.nodes(ast.AugAssign, region):
             if isinstance(node.op, (ast.Mult, ast.Div)):
                 yield [removed(source, node), *unused(site, [node.value])]
@@ -506,7 +468,7 @@ def counted_once(site: Site) -> Iterator[Edits]:
     """Remove a term of a sum, as of `x + positions(x)` with `positions` that adds to x as well."""
     for node in site.source.nodes(ast.BinOp, site.statement):
         if isinstance(node.op, (ast.Add, ast.Sub)):
-            for part, other in ((node.right, node.left), (node.left, node.right)):
+            for part, other in sides(node):
                 yield [*only(site.source, node, part), *unused(site, [other])]
     if isinstance(site.statement, ast.AugAssign):
         yield [removed(site.source, site.statement)]
@@ -534,8 +496,7 @@ def _without_step(source: Source, call: ast.Call) -> Iterator[Edits]:
     step = argument(call, 2, "step")
     if step is None:
         return
-    removed = next((keyword for keyword in call.keywords if keyword.value is step), step)
-    without = source.remove_argument(call, removed)
+    without = source.remove_argument(call, step)
     yield [without]
     match argument(call, 1, "end"):
         case ast.BinOp(left, ast.Mult(), right) as end:
@@ -596,12 +557,12 @@ def removed_softmax(site: Site) -> Iterator[Edits]:
         tensor = _argument(call)
         if tensor is None:
             continue
-        statement = source.parents.get(call)
-        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-        if isinstance(target, ast.Name) and isinstance(tensor, ast.Name) and target.id != tensor.id:
+        statement = source.parents[call]
+        result = variable(statement)
+        if isinstance(tensor, ast.Name) and result not in ("", tensor.id):
             function = source.parent(call, ast.FunctionDef)
             reads = [n for n in source.nodes(ast.Name, function)
-                     if n.id == target.id and isinstance(n.ctx, ast.Load)]  # fmt: skip
+                     if n.id == result and isinstance(n.ctx, ast.Load)]  # fmt: skip
             assert isinstance(statement, ast.stmt)
             yield [removed(source, statement), *(source.replace(n, tensor.id) for n in reads)]
         own = isinstance(call.func, ast.Attribute) and call.func.value is not tensor
@@ -615,30 +576,24 @@ def _argument(call: ast.Call) -> ast.expr | None:
         module = owner in ("torch", "F", "nn", "self") or owner.endswith(
             (".functional", ".special")
         )
-        if not module and not owner.startswith("self."):
+        axis = not call.args or isinstance(call.args[0], (ast.Constant, ast.UnaryOp))
+        if not module and (axis or not owner.startswith("self.")):
             return call.func.value
-        if not module and not call.args:
-            return call.func.value
-        if not module and isinstance(call.args[0], (ast.Constant, ast.UnaryOp)):
-            return call.func.value
-    return call.args[0] if call.args else next((k.value for k in call.keywords
-                                                if k.arg in ("input", "x")), None)  # fmt: skip
+    return argument(call, 0, "input") or argument(call, 0, "x")
 
 
 @fixes("softmax_output")
 def removed_softmax_module(site: Site) -> Iterator[Edits]:
     """Remove a softmax from a Sequential, or its module together with the calls of it."""
     source = site.source
-    for call in source.nodes(ast.Call):
-        for item in call.args:
-            if isinstance(item, ast.Call) and called(item) in ("Softmax", "LogSoftmax"):
-                yield [source.remove_argument(call, item)]
-    for node in source.nodes(ast.Assign):
-        match node:
-            case ast.Assign([ast.Attribute(attr=name), *_], ast.Call() as built) if called(
-                built
-            ) in ("Softmax", "LogSoftmax"):
-                uses = [c for c in source.nodes(ast.Call) if called(c) == name and c.args]
+    modules = source.calls("Softmax", "LogSoftmax")
+    for module in modules:
+        if isinstance(call := source.parents[module], ast.Call) and module in call.args:
+            yield [source.remove_argument(call, module)]
+    for module in modules:
+        match source.parents[module]:
+            case ast.Assign([ast.Attribute(attr=name), *_]) as node:
+                uses = [call for call in source.calls(name) if call.args]
                 edits = [edit for use in uses for edit in only(source, use, use.args[0])]
                 if edits:
                     yield [source.remove(node), *edits]
@@ -670,24 +625,17 @@ def unchanged_logits(site: Site) -> Iterator[Edits]:
 
 def _steps(site: Site) -> list[ast.stmt]:
     """Return the statements around the finding's that all change the same tensor by element."""
-    block = site.source.block(site.statement)
 
-    def changed(statement: ast.stmt) -> str | None:
+    def changed(statement: ast.stmt) -> str:
         if isinstance(statement, ast.AugAssign):
             return ast.unparse(statement.target)
-        if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
-            return None
-        name = statement.targets[0].id
+        name = variable(statement)
+        if not name or not isinstance(statement, ast.Assign):
+            return ""
         whole = statement.value in formulas(site, statement)
         own = any(isinstance(o, ast.Name) and o.id == name for o in inputs(site, statement.value))
-        return name if whole and own else None
+        return name if whole and own else ""
 
-    name, i = changed(site.statement), block.index(site.statement)
-    if name is None:
-        return []
-    first = last = i
-    while first and changed(block[first - 1]) == name:
-        first -= 1
-    while last + 1 < len(block) and changed(block[last + 1]) == name:
-        last += 1
-    return block[first : last + 1]
+    block = itertools.groupby(site.source.block(site.statement), changed)
+    runs = [list(statements) for name, statements in block if name]
+    return next((run for run in runs if site.statement in run), [])

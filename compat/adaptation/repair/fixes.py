@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from compat.adaptation.repair.source import Edit, Node, Source, apply
+from compat.adaptation.repair.source import Edit, Node, Source, edited_texts
+from compat.adaptation.repair.syntax import constructor, variables
 from compat.adaptation.result import Finding
 from compat.config import GPT2Config
 
@@ -64,6 +65,16 @@ class Site:
         return self.sources[self.finding.file]
 
     @property
+    def texts(self) -> dict[str, str]:
+        """The texts of the files."""
+        return {file: source.text for file, source in self.sources.items()}
+
+    @cached_property
+    def ordered(self) -> list[Source]:
+        """The files, the finding's first."""
+        return sorted(self.sources.values(), key=lambda source: source is not self.source)
+
+    @property
     def line(self) -> int:
         assert self.finding.line is not None
         return self.finding.line
@@ -86,6 +97,17 @@ class Site:
         return self.source.parent(self.statement, ast.ClassDef)
 
     @cached_property
+    def init(self) -> ast.FunctionDef | None:
+        """The constructor of the class around the line."""
+        return None if self.cls is None else constructor(self.cls)
+
+    @cached_property
+    def scopes(self) -> list[ast.AST]:
+        """The statement, and the function and class around it."""
+        around = [self.statement, self.function, self.cls]
+        return [scope for scope in around if scope is not None]
+
+    @cached_property
     def calls(self) -> list[ast.Call]:
         """The calls that begin on the finding's line, then the others of its statement."""
         found = self.source.nodes(ast.Call, self.statement)
@@ -100,9 +122,12 @@ class Site:
         for place in self.finding.also:
             file, _, line = place.rpartition(":")
             if file in self.sources:
-                other = replace(self.finding, file=file, line=int(line))
-                found.append(replace(self, finding=other))
+                found.append(self.at(file, int(line)))
         return found
+
+    def at(self, file: str, line: int) -> Site:
+        """Return the finding as if it were at another line."""
+        return replace(self, finding=replace(self.finding, file=file, line=line))
 
     def every(self, kind: type[Node]) -> Iterator[tuple[Source, Node]]:
         """Return the nodes of a kind in all files, each with its file."""
@@ -111,7 +136,7 @@ class Site:
     def new_name(self, *names: str) -> str:
         """Return the first of the names that the function does not use."""
         within = self.function or self.source.tree
-        known = {node.id for node in ast.walk(within) if isinstance(node, ast.Name)}
+        known = variables(within)
         known |= {node.arg for node in ast.walk(within) if isinstance(node, ast.arg)}
         numbered = (f"{names[0]}_{i}" for i in itertools.count(2))
         return next(name for name in itertools.chain(names, numbered) if name not in known)
@@ -152,10 +177,8 @@ class Site:
 
 def edited(site: Site, edits: Edits) -> Site:
     """Return the finding in the edited code."""
-    sources = dict(site.sources)
-    for name in {edit.file for edit in edits}:
-        own = [edit for edit in edits if edit.file == name]
-        sources[name] = Source(name, apply(sources[name].text, own))
+    texts = edited_texts(site.texts, edits)
+    sources = {**site.sources, **{file: Source(file, text) for file, text in texts.items()}}
 
     def moved(file: str, line: int) -> int:
         source = site.sources[file]
@@ -175,10 +198,9 @@ def edited(site: Site, edits: Edits) -> Site:
 
 def rewritten(site: Site, changed: Site, edits: Edits) -> Edits:
     """Convert edits of the changed code to edits of the present code that replace all text."""
-    found: Edits = []
-    for name, source in changed.sources.items():
-        text = apply(source.text, [edit for edit in edits if edit.file == name])
-        old = site.sources[name].text
-        if text != old:
-            found.append(Edit(name, 0, len(old), text))
-    return found
+    texts = changed.texts | edited_texts(changed.texts, edits)
+    present = site.texts
+    return [
+        Edit(file, 0, len(present[file]), text)
+        for file, text in texts.items() if text != present[file]
+    ]  # fmt: skip

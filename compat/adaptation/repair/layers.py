@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Container, Iterator
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.syntax import called, constructor, is_self
-from compat.adaptation.repair.values import hyperparameters
+from compat.adaptation.repair.syntax import called, is_self, variables
+from compat.adaptation.repair.values import hyperparameters_at
 
 WITHOUT_PARAMETERS = re.compile("Dropout|Identity|[GS]?[eE]LU|ReLU|SiLU|Softmax")
 
 
 def _numbers(site: Site, source: Source, node: ast.AST) -> list[str]:
     """Return how the code around a node can write the checkpoint's number of layers."""
-    function = source.parent(node, ast.FunctionDef)
-    in_init = function is not None and function.name == "__init__"
-    known = hyperparameters(site, source, function, "n_layer") if in_init and function else []
+    known = hyperparameters_at(site, source, node, "n_layer")
     return [*known, str(site.finding.values["expected"])]
 
 
@@ -66,29 +65,41 @@ def blocks_in_a_loop(site: Site) -> Iterator[Edits]:
     A single block is repeated as well.
     """
     source, cls = site.source, site.cls
-    init = None if cls is None else constructor(cls)
-    if cls is None or init is None:
+    if cls is None:
         return
-    alike: dict[str, list[tuple[str, ast.Assign]]] = {}
-    for statement in init.body:
-        match statement:
-            case ast.Assign([ast.Attribute(attr=name) as target], ast.Call() as built):
-                if is_self(target):
-                    alike.setdefault(source.code(built), []).append((name, statement))
+    alike: dict[str, dict[str, ast.Assign]] = {}
+    for name, statement, call in _built(site):
+        alike.setdefault(source.code(call), {})[name] = statement
     for code, group in alike.items():
-        names = [name for name, _ in group]
+        names, statements = list(group), list(group.values())
         if len(group) != site.finding.values["found"] or not (
-            len(group) > 1 or site.statement is group[0][1]
+            len(group) > 1 or site.statement is statements[0]
         ):
             continue
         listed = _name_of_list(source, cls, names)
         if (used := _iterated(source, cls, names, listed)) is None:
             continue
-        kept, *others = [statement for _, statement in group]
+        kept, *others = statements
         removed = [source.remove(statement) for statement in others]
         for size in _numbers(site, source, kept):
             module = f"{site.torch('torch.nn.ModuleList')}([{code} for _ in range({size})])"
             yield [source.replace(kept, f"self.{listed} = {module}"), *removed, *used]
+
+
+def _built(site: Site) -> Iterator[tuple[str, ast.Assign, ast.Call]]:
+    """Yield the statements of the constructor such as `self.name = Module(…)`, with their parts."""
+    for statement in [] if site.init is None else site.init.body:
+        match statement:
+            case ast.Assign([target], ast.Call() as call) if is_self(target):
+                yield target.attr, statement, call
+
+
+def _reads(source: Source, cls: ast.ClassDef, names: Container[str]) -> list[ast.Attribute]:
+    """Return where a class reads `self.name` for one of the names."""
+    return [
+        node for node in source.nodes(ast.Attribute, cls)
+        if is_self(node) and node.attr in names and isinstance(node.ctx, ast.Load)
+    ]  # fmt: skip
 
 
 def _name_of_list(source: Source, cls: ast.ClassDef, names: list[str]) -> str:
@@ -102,38 +113,26 @@ def _name_of_list(source: Source, cls: ast.ClassDef, names: list[str]) -> str:
 
 def _iterated(source: Source, cls: ast.ClassDef, names: list[str], listed: str) -> Edits | None:
     """Return a loop over the list in place of the calls of the blocks, one after the other."""
-    reads = [
-        node for node in source.nodes(ast.Attribute, cls)
-        if is_self(node) and node.attr in names and isinstance(node.ctx, ast.Load)
-    ]  # fmt: skip
+    reads = _reads(source, cls, names)
     if sorted(node.attr for node in reads) != sorted(names):
         return None
-    statements = list(dict.fromkeys(source.parent(node, ast.stmt) for node in reads))
-    first = statements[0]
-    if first is None:
-        return None
-    if len(statements) == 1 and len(names) > 1:
+    by_read = {node: above for node in reads if (above := source.parent(node, ast.stmt))}
+    first, *others = statements = list(dict.fromkeys(by_read.values()))
+    if not others and len(names) > 1:
         return _unnested(source, first, names, listed)
-    loops = []
-    for node, statement in zip(reads, statements, strict=False):
-        if statement is None or statement not in source.block(first):
-            return None
-        (start, end), (a, b) = source.span(statement), source.span(node)
-        loops.append(f"{source.text[start:a]}block{source.text[b:end]}")
-    places = [source.block(first).index(each) for each in statements if each is not None]
-    consecutive = places == list(range(places[0], places[0] + len(names)))
-    if len(set(loops)) != 1 or not consecutive or not isinstance(first, ast.Assign):
+    block = source.block(first)
+    place = block.index(first)
+    loops = {"block".join(source.around(above, node)) for node, above in by_read.items()}
+    consecutive = block[place : place + len(names)] == statements
+    if len(loops) != 1 or not consecutive or not isinstance(first, ast.Assign):
         return None
-    loop = _loop(source, first, f"for block in self.{listed}:", loops[0])
-    return [loop, *(source.remove(each) for each in statements[1:] if each is not None)]
+    loop = f"for block in self.{listed}:\n{source.indent(first)}    {loops.pop()}"
+    return [source.replace(first, loop), *map(source.remove, others)]
 
 
 def _unnested(source: Source, statement: ast.stmt, names: list[str], listed: str) -> Edits | None:
     """Return a loop in place of `self.block3(self.block2(self.block1(x)))`."""
-    calls = [
-        call for call in source.nodes(ast.Call, statement)
-        if is_self(call.func) and getattr(call.func, "attr", "") in names
-    ]  # fmt: skip
+    calls = [call for call in source.calls(*names, within=statement) if is_self(call.func)]
     match calls:
         case [outer, *_, ast.Call(_, [ast.Name(x)])] if len(calls) == len(names):
             if any(len(call.args) != 1 or call.keywords for call in calls):
@@ -143,33 +142,18 @@ def _unnested(source: Source, statement: ast.stmt, names: list[str], listed: str
     return None
 
 
-def _loop(source: Source, statement: ast.stmt, head: str, *body: str) -> Edit:
-    """Return a loop in the place of a statement."""
-    indent = source.lines[statement.lineno - 1][: statement.col_offset]
-    inner = "".join(f"\n{indent}    {text}".replace(f"\n{indent}", "\n" + indent) for text in body)
-    return source.replace(statement, f"{head}{inner}")
-
-
 @fixes("n_layer_mismatch")
 def layer_in_a_loop(site: Site) -> Iterator[Edits]:
     """Repeat the statements of a single layer, whose modules become lists of modules."""
     source, cls = site.source, site.cls
-    init = None if cls is None else constructor(cls)
-    if cls is None or init is None or site.finding.values["found"] != 1:
-        return
-    built: dict[str, ast.Assign] = {}
-    for statement in init.body:
-        match statement:
-            case ast.Assign([ast.Attribute(attr=name) as target], ast.Call() as call):
-                if is_self(target) and not WITHOUT_PARAMETERS.search(called(call)):
-                    built[name] = statement
+    built = {
+        name: statement for name, statement, call in _built(site)
+        if not WITHOUT_PARAMETERS.search(called(call))
+    }  # fmt: skip
     own = next((name for name, statement in built.items() if statement is site.statement), None)
-    if own is None:
+    if cls is None or own is None or site.finding.values["found"] != 1:
         return
-    reads = [
-        node for node in source.nodes(ast.Attribute, cls)
-        if is_self(node) and node.attr in built and isinstance(node.ctx, ast.Load)
-    ]  # fmt: skip
+    reads = _reads(source, cls, built)
     use = next((source.parent(node, ast.stmt) for node in reads if node.attr == own), None)
     if use is None:
         return
@@ -190,14 +174,10 @@ def layer_in_a_loop(site: Site) -> Iterator[Edits]:
 
 def _passes_on(statements: list[ast.stmt]) -> bool:
     """Return whether the last of some statements assigns a variable that the first reads."""
-    last = statements[-1]
     if any(isinstance(each, (ast.Return, ast.FunctionDef)) for each in statements):
         return False
-    stored = {n.id for n in ast.walk(last)
-              if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # fmt: skip
-    read = {n.id for each in statements for n in ast.walk(each)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}  # fmt: skip
-    return bool(stored & read)
+    read = set().union(*(variables(each, ast.Load) for each in statements))
+    return bool(variables(statements[-1], ast.Store) & read)
 
 
 def _listed(site: Site, statement: ast.Assign, size: str) -> Edit:
@@ -216,6 +196,5 @@ def _repeated(
     for node in sorted(modules, key=lambda node: source.span(node)[1], reverse=True):
         at = source.span(node)[1] - start
         text = f"{text[:at]}[i]{text[at:]}"
-    indent = source.lines[first.lineno - 1][: first.col_offset]
-    inner = "\n".join(f"    {line}" if line.strip() else line for line in text.split("\n"))
-    return Edit(source.file, start, end, f"{indent}for i in range(len(self.{own})):\n{inner}")
+    loop = f"{source.indent(first)}for i in range(len(self.{own})):\n"
+    return Edit(source.file, start, end, loop + textwrap.indent(text, "    "))

@@ -14,9 +14,12 @@ from compat.adaptation.repair.syntax import (
     constant,
     is_integer,
     is_size,
+    name_of,
     own_attribute,
+    sides,
     targets,
     unpacked_sizes,
+    variables,
 )
 from compat.adaptation.repair.tensors import (
     SDPA,
@@ -32,7 +35,6 @@ from compat.adaptation.repair.tensors import (
     products,
     size_of,
     softmax_calls,
-    unique,
     with_mask,
 )
 
@@ -55,34 +57,33 @@ def _filled_products(site: Site) -> Iterator[Edits]:
     source, statement = site.source, site.statement
 
     def filled(scores: ast.expr, mask: ast.expr) -> str:
-        condition, value = f"{source.operand(mask)} == 0", minus_inf(source)
-        return f"{source.operand(scores)}.masked_fill({condition}, {value})"
+        return with_mask(source, scores, f"{source.operand(mask)} == 0", minus_inf(source))
 
     if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult):
         new = filled(statement.target, statement.value)
         yield [source.replace(statement, f"{source.code(statement.target)} = {new}")]
     for node in source.nodes(ast.BinOp, statement):
         if isinstance(node.op, ast.Mult):
-            yield [source.replace(node, filled(node.left, node.right))]
-            yield [source.replace(node, filled(node.right, node.left))]
+            yield from ([source.replace(node, filled(*pair))] for pair in reversed(sides(node)))
 
 
 @fixes("id_condition")
 def no_padding(site: Site) -> Iterator[Edits]:
     """Hide no id as padding: a mask of ones in place of `ids != pad`."""
     source = site.source
+
+    def filled(ids: ast.expr, shown: bool) -> str:
+        function = site.torch(f"torch.{'ones' if shown else 'zeros'}_like")
+        return f"{function}({source.code(ids)}, dtype={site.torch('torch.bool')})"
+
     for node in source.nodes(ast.Compare, site.statement):
         if isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
-            like = "ones_like" if isinstance(node.ops[0], ast.NotEq) else "zeros_like"
-            function, dtype = site.torch(f"torch.{like}"), site.torch("torch.bool")
-            text = f"{function}({source.code(node.left)}, dtype={dtype})"
-            yield [source.replace_group(node, text)]
+            new = filled(node.left, isinstance(node.ops[0], ast.NotEq))
+            yield [source.replace_group(node, new)]
     for call in site.calls:  # ids.eq(pad)
         name = called(call).rstrip("_")
         if name in ("eq", "ne", "not_equal") and (ids := operand(site, call)) is not None:
-            function = site.torch(f"torch.{'zeros' if name == 'eq' else 'ones'}_like")
-            text = f"{function}({source.code(ids)}, dtype={site.torch('torch.bool')})"
-            yield [source.replace(call, text)]
+            yield [source.replace(call, filled(ids, name != "eq"))]
 
 
 @fixes("no_mask")
@@ -102,9 +103,9 @@ def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
             found.append((node.id, values[-1] if values else None))
     found += [(a.arg, None) for a in function.args.args if MASK.search(a.arg)]
     cls = site.cls
-    for call in source.nodes(ast.Call, cls) if cls is not None else []:
+    for call in source.calls("register_buffer", within=cls) if cls is not None else []:
         first = argument(call, 0, "name")
-        if called(call) == "register_buffer" and isinstance(first, ast.Constant):
+        if isinstance(first, ast.Constant):
             name, value = str(first.value), argument(call, 1, "tensor")
             if isinstance(value, ast.Name):
                 value = definition(site, value, enclosing(source, value)) or value
@@ -175,7 +176,7 @@ def cached_mask(site: Site) -> Iterator[Edits]:
         queries, keys = size_of(site, q.id, -2), size_of(site, k.id, -2)
         dtype = site.torch("torch.bool")
         edits = []
-        causal, mask = argument(call, 5, "is_causal"), argument(call, 3, "attn_mask")
+        causal = argument(call, 5, "is_causal")
         if causal is not None and not isinstance(causal, ast.Constant):
             edits.append(source.replace(causal, "False"))
         name = site.new_name("attn_mask", "causal_mask", "visible")
@@ -185,9 +186,7 @@ def cached_mask(site: Site) -> Iterator[Edits]:
             f"{name} = {name}.tril({keys} - {queries})",
         ]
         edits.append(source.insert_before(statement, *lines))
-        edits.append(source.set_keyword(call, "attn_mask", name) if mask is None
-                     else source.replace(mask, name))  # fmt: skip
-        yield edits
+        yield [*edits, source.set_argument(call, 3, "attn_mask", name)]
 
 
 @fixes("no_mask")
@@ -197,18 +196,14 @@ def is_causal(site: Site) -> Iterator[Edits]:
     for call in site.calls:
         if called(call) != SDPA or is_cached(source, site.function):
             continue
-        present = argument(call, 5, "is_causal")
+        causal = source.set_argument(call, 5, "is_causal", "True")
         mask = argument(call, 3, "attn_mask")
-        edits = [] if present is None else [source.replace(present, "True")]
-        if present is None:
-            edits = [source.set_keyword(call, "is_causal", "True")]
         if mask is None or constant(mask) is None:
-            yield edits
+            yield [causal]
         elif mask in call.args:
-            yield [source.replace(mask, "None"), *edits]
+            yield [source.replace(mask, "None"), causal]
         else:
-            keyword = next(k for k in call.keywords if k.value is mask)
-            yield [source.remove_argument(call, keyword), *edits]
+            yield [source.remove_argument(call, mask), causal]
 
 
 @fixes("no_mask")
@@ -306,7 +301,7 @@ def infinite_mask(site: Site) -> Iterator[Edits]:
             yield [source.replace(mask, f"{source.operand(mask)}.bool()")]
             yield [source.replace(mask, f"{source.operand(mask)} == 0")]
     for node in source.nodes(ast.BinOp, function):
-        for mask, scores in ((node.right, node.left), (node.left, node.right)):
+        for mask, scores in sides(node):
             if isinstance(node.op, (ast.Add, ast.Mult)) and _is_mask(source, mask):
                 text = with_mask(source, scores, f"{source.operand(mask)} == 0", inf)
                 yield [source.replace(node, text)]
@@ -322,29 +317,22 @@ def _is_mask(source: Source, node: ast.expr) -> bool:
     """Return whether an operand is named like a mask or creates one."""
     while isinstance(node, ast.Subscript):
         node = node.value
-    name = getattr(node, "id", getattr(node, "attr", ""))
-    return bool(_triangle(node)) or (isinstance(name, str) and MASK.search(name) is not None)
+    return bool(_triangle(node) or MASK.search(name_of(node)))
 
 
 @fixes("mask_off", "no_mask", "sliding_window")
 def causal_mask(site: Site) -> Iterator[Edits]:
     """Change what creates or applies a mask so that it hides the tokens after each one."""
-    yield from unique(_other_masks(site))
-
-
-def _other_masks(site: Site) -> Iterator[Edits]:
     source = site.source
     scopes: list[ast.AST] = [site.statement]
     if site.finding.code == "no_mask" or site.function is None:
         scopes = [] if site.function is None else [site.function]
     elif site.cls is not None:
         scopes += [site.function, *source.nodes(ast.FunctionDef, site.cls)]
-    scopes.append(source.tree)
-    scopes = list(dict.fromkeys(scopes))
-    for scope in scopes[:1]:
-        yield from _diagonals(source, scope)
-        yield from _comparisons(source, scope)
-        yield from _restrictions(source, scope)
+    scopes = list(dict.fromkeys([*scopes, source.tree]))
+    yield from _diagonals(source, scopes[0])
+    yield from _comparisons(source, scopes[0])
+    yield from _restrictions(source, scopes[0])
     for scope in scopes[1:]:
         yield from _diagonals(source, scope)
         yield from _applications(source, scope)
@@ -357,7 +345,7 @@ def _other_masks(site: Site) -> Iterator[Edits]:
 
 
 def _triangles(source: Source, scope: ast.AST) -> list[ast.Call]:
-    return [c for c in source.nodes(ast.Call, scope) if called(c).rstrip("_") in ("tril", "triu")]
+    return source.calls("tril", "triu", "tril_", "triu_", within=scope)
 
 
 def _diagonal(source: Source, call: ast.Call) -> ast.expr | None:
@@ -383,8 +371,7 @@ def _diagonals(source: Source, scope: ast.AST) -> Iterator[Edits]:
             if upper:
                 yield [source.replace(diagonal, "1")]
             elif source.code(diagonal) != "0":
-                whole: ast.AST = next((k for k in call.keywords if k.value is diagonal), diagonal)
-                yield [source.remove_argument(call, whole)]
+                yield [source.remove_argument(call, diagonal)]
         elif diagonal is not None:
             yield from _other_offsets(source, call, diagonal, upper)
 
@@ -439,8 +426,7 @@ def _comparisons(source: Source, scope: ast.AST) -> Iterator[Edits]:
 def _near_mask(source: Source, node: ast.AST) -> bool:
     """Return whether a statement of a node names a mask."""
     statement = source.parent(node, ast.stmt)
-    names = [getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(statement or node)]
-    return any(isinstance(name, str) and MASK.search(name) for name in names)
+    return any(MASK.search(name_of(each)) for each in ast.walk(statement or node))
 
 
 def _restrictions(source: Source, scope: ast.AST) -> Iterator[Edits]:
@@ -509,7 +495,7 @@ def _changes_of_mask(source: Source, scope: ast.AST) -> Iterator[Edits]:
             if not isinstance(base, ast.Name) or not MASK.search(base.id):
                 continue
             value = getattr(node, "value", None)
-            own = any(isinstance(n, ast.Name) and n.id == base.id for n in ast.walk(value or node))
+            own = base.id in variables(value or node)
             if isinstance(target, ast.Subscript):
                 items.append(source.remove(node))
             elif isinstance(node, ast.AugAssign) or own:
@@ -526,21 +512,17 @@ def _changes_of_mask(source: Source, scope: ast.AST) -> Iterator[Edits]:
 def _other_triangles(source: Source, scope: ast.AST) -> Iterator[Edits]:
     """Exchange the lower and the upper triangle."""
     for call in _triangles(source, scope):
-        end = source.span(call.func)[1]
-        name = called(call)
-        start = end - len(name)
+        end, name = source.span(call.func)[1], called(call)
         other = name.replace("tril", "triu") if "tril" in name else name.replace("triu", "tril")
-        renamed = Edit(source.file, start, end, other)
+        renamed = Edit(source.file, end - len(name), end, other)
         diagonal = _diagonal(source, call)
         if diagonal is not None and not is_integer(diagonal):
             continue
         if diagonal is None:
-            close = source.span(call)[1] - 1
-            comma = ", " if call.args else ""
-            yield [renamed] if "tril" in other else [
-                renamed, Edit(source.file, close, close, f"{comma}diagonal=1")]  # fmt: skip
+            close, comma = source.span(call)[1] - 1, ", " if call.args else ""
+            above = Edit(source.file, close, close, f"{comma}diagonal=1")
+            yield [renamed] if "tril" in other else [renamed, above]
         elif "tril" in other:
-            whole: ast.AST = next((k for k in call.keywords if k.value is diagonal), diagonal)
-            yield [renamed, source.remove_argument(call, whole)]
+            yield [renamed, source.remove_argument(call, diagonal)]
         else:
             yield [renamed, source.replace(diagonal, "1")]

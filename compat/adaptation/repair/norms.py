@@ -16,13 +16,15 @@ from compat.adaptation.repair.syntax import (
     constructor,
     is_self,
     name_of,
-    self_assignments,
 )
+from compat.adaptation.repair.tensors import is_method, operand, operands
 from compat.adaptation.repair.values import (
     Written,
     attempts,
     calls_of,
     classes,
+    constructions,
+    functions,
     numeral,
     origins,
     plus,
@@ -38,12 +40,8 @@ MAX_EPS = 0.1
 @fixes("norm_axis")
 def over_channels(site: Site) -> Iterator[Edits]:
     """Reduce the last axis."""
-    calls = [
-        (source, call) for source, call in site.every(ast.Call)
-        if called(call) in (*SPREADS, "mean", "sum")
-    ]  # fmt: skip
     edits = []
-    for source, call in calls:
+    for source, call in calls_of(site, *SPREADS, "mean", "sum"):
         axes = [k.value for k in call.keywords if k.arg in ("dim", "axis")]
         for axis in axes or call.args:
             value = constant(axis)
@@ -58,23 +56,17 @@ def over_channels(site: Site) -> Iterator[Edits]:
 @fixes("unbiased_var")
 def biased_variance(site: Site) -> Iterator[Edits]:
     """Let `var` and `std` divide by C."""
-    calls = [
-        (source, call) for source, call in site.every(ast.Call)
-        if called(call) in SPREADS
-    ]  # fmt: skip
-    yield from attempts(site, [_biased(source, call) for source, call in calls])
+    yield from attempts(site, [_biased(*each) for each in calls_of(site, *SPREADS)])
 
 
 def _biased(source: Source, call: ast.Call) -> Edit:
     for keyword in call.keywords:
         if keyword.arg in ("unbiased", "correction"):
             return source.replace(keyword.value, "0" if keyword.arg == "correction" else "False")
-    flags = [each for each in call.args if isinstance(constant(each), bool)]
-    return (
-        source.replace(flags[0], "False")
-        if flags
-        else source.set_keyword(call, "unbiased", "False")
-    )
+    for flag in call.args:
+        if isinstance(constant(flag), bool):
+            return source.replace(flag, "False")
+    return source.set_keyword(call, "unbiased", "False")
 
 
 @fixes("unbiased_var")
@@ -101,20 +93,14 @@ def eps_literal(site: Site) -> Iterator[Edits]:
     """Change the literal that eps comes from, or else the expression itself."""
     expected = numeral(site.finding.values["expected"])
     found = list(_eps_expressions(site))
-    written = [
-        place for source, node in found for place in origins(site, source, node)
-        if _is_close(constant(place.node), site.finding.values["found"])
-    ]  # fmt: skip
-    yield from attempts(site, [source.replace(node, expected) for source, node in written])
-    if not written:
-        direct = [source.replace(node, expected) for source, node in found]
-        yield from attempts(site, direct)
+    written = [place for eps in found for place in _literals(site, eps)]
+    edits = [source.replace(node, expected) for source, node in written or found]
+    yield from attempts(site, edits)
 
 
 def _eps_expressions(site: Site) -> Iterator[Written]:
     """Yield the arguments and terms that are an eps: those of the finding's function first."""
-    sources = sorted(site.sources.values(), key=lambda source: source is not site.source)
-    for source in sources:
+    for source in site.ordered:
         for call in source.nodes(ast.Call):
             for keyword in call.keywords:
                 if keyword.arg and "eps" in keyword.arg:
@@ -148,7 +134,7 @@ def eps_in_root(site: Site) -> Iterator[Edits]:
         return
     expected = numeral(site.finding.values["expected"])
     for node in site.source.nodes(ast.expr, site.function):
-        inner = _variance(node)
+        inner = _variance(site, node)
         if inner is not None:
             yield [plus(site.source, inner, expected)]
         elif _is_std(node) and (text := _root_of(site, node, expected)) is not None:
@@ -209,66 +195,48 @@ def eps_inside(site: Site) -> Iterator[Edits]:
     for term in _terms(site):
         yield from _moved(site, term, site.source.code(term.eps))
         if not _is_close(found, expected):
-            written = _eps_written(site, term.eps)
-            is_literal = any(place.node is term.eps for place in written)
-            eps = numeral(expected) if is_literal else site.source.code(term.eps)
+            written = _literals(site, Written(site.source, term.eps))
             other = [place for place in written if place.node is not term.eps]
+            eps = site.source.code(term.eps) if other == written else numeral(expected)
             changed = [source.replace(node, numeral(expected)) for source, node in other]
             yield from ([*edits, *changed] for edits in _moved(site, term, eps))
 
 
-def _eps_written(site: Site, eps: ast.expr) -> list[Written]:
-    """Return the literals that an eps of the finding's file gets the value of the finding from."""
+def _literals(site: Site, eps: Written) -> list[Written]:
+    """Return the literals that an eps gets the value of the finding from."""
     found = site.finding.values["found"]
-    places = origins(site, site.source, eps)
-    return [place for place in places if _is_close(constant(place.node), found)]
+    return [place for place in origins(site, *eps) if _is_close(constant(place.node), found)]
 
 
 def _moved(site: Site, term: Term, eps: str) -> Iterator[Edits]:
     """Yield edits that move eps into the root: where it is computed, or else a new root."""
-    source = site.source
-    if isinstance(term.whole, ast.AugAssign):
-        for value in assignments(site.function or source.tree, source.code(term.base)):
+    source, whole, base = site.source, term.whole, site.source.code(term.base)
+    without = (
+        source.remove(whole) if isinstance(whole, ast.stmt) else source.replace_group(whole, base)
+    )
+    if isinstance(whole, ast.expr) and (text := _root_of(site, term.base, eps)) is not None:
+        yield [source.replace_group(whole, text)]
+    else:
+        for value in assignments(site.function or source.tree, base):
             if (text := _root_of(site, value, eps)) is not None:
-                yield [source.replace(value, text), source.remove(term.whole)]
-        return
-    if (text := _root_of(site, term.base, eps)) is not None:
-        yield [source.replace_group(term.whole, text)]
-    elif isinstance(term.base, ast.Name):
-        for value in assignments(site.function or source.tree, term.base.id):
-            if (text := _root_of(site, value, eps)) is not None:
-                yield [source.replace(value, text), source.replace_group(term.whole, term.base.id)]
-    root = f"{site.torch('torch.sqrt')}({source.operand(term.base)}**2 + {eps})"
-    yield [source.replace_group(term.whole, root)]
+                yield [source.replace(value, text), without]
+    if isinstance(whole, ast.expr):
+        root = f"{site.torch('torch.sqrt')}({source.operand(term.base)}**2 + {eps})"
+        yield [source.replace_group(whole, root)]
 
 
-def _is_function(call: ast.Call) -> bool:
-    """Return whether a call is `torch.sqrt(x)` or `sqrt(x)`, and not `x.sqrt()`."""
-    match call.func:
-        case ast.Name() | ast.Attribute(ast.Name("torch" | "th" | "F" | "math")):
-            return True
-    return False
-
-
-def _variance(node: ast.expr) -> ast.expr | None:
+def _variance(site: Site, node: ast.expr) -> ast.expr | None:
     """Return the operand of a square root."""
     match node:
         case ast.BinOp(base, ast.Pow(), exponent) if constant(exponent) in (0.5, -0.5):
             return base
         case ast.Call() if called(node).rstrip("_") in ("sqrt", "rsqrt"):
-            return next(iter(_operands(node)), None)
+            return operand(site, node)
         case ast.Call() if called(node).rstrip("_") == "pow":
-            base, *exponents = _operands(node)
+            base, *exponents = operands(site, node)
             is_root = [constant(each) in (0.5, -0.5) for each in exponents] == [True]
             return base if is_root else None
     return None
-
-
-def _operands(call: ast.Call) -> list[ast.expr]:
-    """Return the arguments, and before them the tensor whose method is called."""
-    if isinstance(call.func, ast.Attribute) and not _is_function(call):
-        return [call.func.value, *call.args]
-    return call.args
 
 
 def _is_std(node: ast.expr) -> bool:
@@ -278,16 +246,12 @@ def _is_std(node: ast.expr) -> bool:
 def _root_of(site: Site, node: ast.expr, eps: str) -> str | None:
     """Return the code of a root, or of a standard deviation, with eps under the root."""
     source = site.source
-    start, end = source.span(node)
     if isinstance(node, ast.Call) and _is_std(node):
-        name = source.span(node.func)[1]
-        var = f"{source.text[start : name - len('std')]}var{source.text[name:end]}"
+        _, arguments = source.around(node, node.func)
+        var = f"{source.code(node.func).removesuffix('std')}var{arguments}"
         return f"{site.torch('torch.sqrt')}({var} + {eps})"
-    inner = _variance(node)
-    if inner is None:
-        return None
-    edit = plus(source, inner, eps)
-    return f"{source.text[start : edit.start]}{edit.text}{source.text[edit.end : end]}"
+    inner = _variance(site, node)
+    return None if inner is None else plus(source, inner, eps).text.join(source.around(node, inner))
 
 
 # RMSNorm
@@ -299,9 +263,14 @@ def layer_norm_of_torch(site: Site) -> Iterator[Edits]:
     edits: Edits = []
     imports: Edits = []
     for name, new in (("RMSNorm", "LayerNorm"), ("rms_norm", "layer_norm")):
-        if any(classes(site, name)) or _is_defined(site, name):
+        if any(classes(site, name)) or functions(site, name):
             continue
-        imports += _imported_instead(site, name, new)
+        imports += [
+            source.replace(alias, new)
+            for source, statement in site.every(ast.ImportFrom)
+            for alias in statement.names
+            if alias.name == name and new not in [other.name for other in statement.names]
+        ]  # fmt: skip
         for source, call in calls_of(site, name):
             if isinstance(call.func, ast.Attribute):
                 end = source.span(call.func)[1]
@@ -317,27 +286,6 @@ def layer_norm_of_torch(site: Site) -> Iterator[Edits]:
         yield from attempts(site, edits)
 
 
-def _imported_instead(site: Site, name: str, new: str) -> Edits:
-    """Import another name in the place of one."""
-    return [
-        source.replace(alias, new)
-        for source, statement in site.every(ast.ImportFrom)
-        for alias in statement.names
-        if alias.name == name and new not in [other.name for other in statement.names]
-    ]  # fmt: skip
-
-
-def _is_defined(site: Site, name: str) -> bool:
-    return any(
-        function.name == name
-        for source, function in site.every(ast.FunctionDef)
-    )  # fmt: skip
-
-
-def _torch_norm(site: Site, name: str) -> str:
-    return site.torch(f"torch.nn.{'functional.' if name.islower() else ''}{name}")
-
-
 @fixes("rmsnorm", "no_ln_bias")
 def module_of_torch_for_rms(site: Site) -> Iterator[Edits]:
     """Replace a class that is named for RMSNorm by nn.LayerNorm."""
@@ -348,31 +296,17 @@ def module_of_torch_for_rms(site: Site) -> Iterator[Edits]:
 def subtract_mean(site: Site) -> Iterator[Edits]:
     """Subtract the mean before the mean square is computed."""
     source = site.source
-    scopes: list[ast.AST] = [site.statement]
-    scopes += [scope for scope in (site.function, site.cls) if scope is not None]
-    scopes += [cls for call in site.calls for _, cls in classes(site, called(call))]
-    seen = set()
+    called_here = [cls for call in site.calls for _, cls in classes(site, called(call))]
+    scopes = [*site.scopes, *called_here]
     for node in [node for scope in scopes for node in source.nodes(ast.expr, scope)]:
-        squared = _squared(node)
+        squared = _squared(site, node)
         statement = source.parent(node, ast.stmt)
-        if squared is None or statement is None or node in seen:
-            continue
-        seen.add(node)
-        x = source.code(squared)
-        mean = _mean_like(source, node, x)
-        centred = source.insert_before(statement, f"{x} = {x} - {mean}")
-        yield [centred]
-        written = [
-            place for term in _terms(site) for place in _eps_written(site, term.eps)
-            if not _is_close(site.finding.values["found"], site.finding.values["expected"])
-        ]  # fmt: skip
-        if written:
-            expected = numeral(site.finding.values["expected"])
-            places = dict.fromkeys(written)
-            yield [centred, *(other.replace(node, expected) for other, node in places)]
+        if squared is not None and statement is not None:
+            x = source.code(squared)
+            yield [source.insert_before(statement, f"{x} = {x} - {_mean_like(site, node, x)}")]
 
 
-def _squared(node: ast.expr) -> ast.Name | None:
+def _squared(site: Site, node: ast.expr) -> ast.Name | None:
     """Return the tensor of which an expression is the square or the norm."""
     base: ast.expr | None = None
     match node:
@@ -382,26 +316,28 @@ def _squared(node: ast.expr) -> ast.Name | None:
             base = left
         case ast.Call(_, arguments) if called(node) in ("vector_norm", "normalize"):
             base = next(iter(arguments), None)
-        case ast.Call() if called(node) in ("square", "norm"):
-            base = next(iter(_operands(node)), None)
+        case ast.Call() if called(node) in ("square", "norm") and not is_self(node.func):
+            base = operand(site, node)
         case ast.Call() if called(node) == "pow":
-            tensor, *exponents = _operands(node)
+            tensor, *exponents = operands(site, node)
             base = tensor if [constant(each) for each in exponents] == [2] else None
     while isinstance(base, ast.Call) and isinstance(base.func, ast.Attribute):
         base = base.func.value  # `x` of `x.float()`
     return base if isinstance(base, ast.Name) else None
 
 
-def _mean_like(source: Source, square: ast.expr, x: str) -> str:
+def _mean_like(site: Site, square: ast.expr, x: str) -> str:
     """Return the mean of x, written like the mean of its square."""
+    source = site.source
     for above in source.ancestors(square):
         if isinstance(above, ast.stmt):
             break
         if isinstance(above, ast.Call) and called(above) == "mean":
-            rest = above.args[1:] if _is_function(above) else above.args
+            _, *rest = operands(site, above)
             others = ", ".join(source.code(each) for each in [*rest, *above.keywords])
-            start = source.code(above.func) if _is_function(above) else f"{x}.mean"
-            return f"{start}({x}, {others})" if _is_function(above) else f"{start}({others})"
+            if is_method(site, above):
+                return f"{x}.mean({others})"
+            return f"{source.code(above.func)}({x}, {others})"
     return f"{x}.mean(-1, keepdim=True)"
 
 
@@ -412,41 +348,31 @@ def module_of_torch(site: Site) -> Iterator[Edits]:
 
 
 def _module_of_torch(site: Site, *, named_rms: bool) -> Iterator[Edits]:
+    eps, module = site.config.layer_norm_epsilon, site.torch("torch.nn.LayerNorm")
+    keyword = "" if _is_close(LAYER_NORM_EPS, eps) else f", eps={numeral(eps)}"
     names = [] if site.cls is None else [site.cls.name]
-    names += [called(call) for call in site.calls]
-    for call in site.calls:
-        if is_self(call.func):
-            assert isinstance(call.func, ast.Attribute)
-            built = self_assignments(site.cls or site.source.tree, call.func.attr)
-            names += [called(value) for value in built if isinstance(value, ast.Call)]
+    names += [called(call) for _, call in constructions(site)]
     for name in dict.fromkeys(names):
         if named_rms and "rms" not in name.lower():
             continue
-        edits: Edits = []
-        for _, cls in classes(site, name):
-            for source, call in calls_of(site, name):
-                width = _width(site, cls, source, call)
-                if width is not None:
-                    edits.append(source.replace(call, _layer_norm(site, width)))
+        edits = [
+            source.replace(call, f"{module}({width}{keyword})")
+            for own, cls in classes(site, name)
+            for source, call in calls_of(site, name)
+            if (width := _width(own, cls, source, call)) is not None
+        ]
         if edits:
             yield edits
 
 
-def _layer_norm(site: Site, width: str) -> str:
-    eps = site.config.layer_norm_epsilon
-    keyword = "" if _is_close(LAYER_NORM_EPS, eps) else f", eps={numeral(eps)}"
-    return f"{_torch_norm(site, 'LayerNorm')}({width}{keyword})"
-
-
-def _width(site: Site, cls: ast.ClassDef, source: Source, call: ast.Call) -> str | None:
+def _width(own: Source, cls: ast.ClassDef, source: Source, call: ast.Call) -> str | None:
     """Return the width of a norm that a call builds: what its class creates a parameter of."""
     function = constructor(cls)
     if function is None:
         return None
-    own = next(source for source, found in classes(site, cls.name) if found is cls)
     names = [each.arg for each in function.args.args[1:]]
-    for created in own.nodes(ast.Call, function):
-        if called(created) not in ("ones", "zeros", "empty", "full", "tensor") or not created.args:
+    for created in own.calls("ones", "zeros", "empty", "full", "tensor", within=function):
+        if not created.args:
             continue
         shape = created.args[0]
         if isinstance(shape, ast.BinOp) and isinstance(shape.left, ast.List):

@@ -20,9 +20,10 @@ from compat.adaptation.repair.syntax import (
     is_self,
     is_sum,
     last_name,
-    name_of,
     parameters,
-    self_assignments,
+    sides,
+    variable,
+    variables,
 )
 from compat.adaptation.repair.values import (
     Written,
@@ -30,7 +31,9 @@ from compat.adaptation.repair.values import (
     calls_of,
     chain,
     classes,
+    constructions,
     hyperparameters,
+    hyperparameters_at,
     origins,
     plus,
 )
@@ -41,6 +44,9 @@ NORMS = ("no_ln_bias", "no_ln_weight")
 FLAG = re.compile(r"bias|affine|shift")  # the names of flags that create parameters
 FLAG_PLACES = {"Linear": 2, "Bilinear": 3, "MultiheadAttention": 3}  # the flag's place in a call
 NORM_FLAG_PLACES = (2, 3)  # the same, in calls of nn.LayerNorm
+# The functions that create a tensor, and those of a learned factor.
+CREATORS = ("ones", "zeros", "empty", "randn", "rand", "full", "Tensor", "FloatTensor", "normal")
+GATES = ("sigmoid", "tanh", "exp", "softplus", "relu")
 # The names that belong together in norms: of the weight, and of the bias.
 PAIRS = (
     ("weight", "bias"), ("gamma", "beta"), ("gain", "bias"), ("scale", "shift"), ("alpha", "beta"),
@@ -54,14 +60,12 @@ PAIRS = (
 @fixes(*BIASES, *NORMS)
 def bias_flag(site: Site) -> Iterator[Edits]:
     """Turn on the flag with which the module creates the parameter."""
-    edits = [_turned_on(site, place) for place in _flags(site, _constructions(site))]
-    yield from attempts(site, edits)
     every = [
         (source, call) for source, call in site.every(ast.Call)
         if not _is_head(call) and (site.finding.code not in NORMS or _is_norm(call))
     ]  # fmt: skip
     own = [each for each in every if each[0].parent(each[1], ast.ClassDef) is site.cls]
-    for calls in (own, every):
+    for calls in (constructions(site), own, every):
         yield from attempts(site, [_turned_on(site, place) for place in _flags(site, calls)])
 
 
@@ -77,26 +81,14 @@ def _is_norm(call: ast.Call) -> bool:
     return "norm" in name or "ln" in name or name in ("partial", "dict")
 
 
-def _constructions(site: Site) -> list[tuple[Source, ast.Call]]:
-    """Return the calls of the finding's statement, and those that build what it calls."""
-    found = [(site.source, call) for call in site.calls]
-    for call in site.calls:
-        if is_self(call.func) and site.cls is not None:
-            assert isinstance(call.func, ast.Attribute)
-            built = self_assignments(site.cls, call.func.attr)
-            found += [(site.source, value) for value in built if isinstance(value, ast.Call)]
-    return found
-
-
 def _flags(site: Site, calls: list[tuple[Source, ast.Call]]) -> list[Written]:
     """Return the literals False that reach a flag of one of the calls."""
     flags: list[Written] = []
     for source, call in calls:
         flags += [Written(source, each) for each in _flag_arguments(site, source, call)]
         for own, cls in classes(site, called(call)):
-            tests = [node.test for node in own.nodes(ast.IfExp, cls)]
-            tests += [node.test for node in own.nodes(ast.If, cls)]
-            flags += [Written(own, each) for each in tests]
+            flags += [Written(own, each.test) for each in own.nodes(ast.IfExp, cls)]
+            flags += [Written(own, each.test) for each in own.nodes(ast.If, cls)]
             for inner in own.nodes(ast.Call, cls):
                 flags += [Written(own, each) for each in _flag_arguments(site, own, inner)]
     found = [place for flag in flags for place in origins(site, flag.source, flag.node)]
@@ -144,8 +136,7 @@ def _turned_on(site: Site, place: Written) -> Edit:
 
 
 def _is_on_by_default(site: Site, call: ast.Call, name: str) -> bool:
-    own = list(classes(site, called(call)))
-    for _, cls in own:
+    for _, cls in classes(site, called(call)):
         function = constructor(cls)
         return function is not None and constant(default_of(function, name)) is True
     func = call.func
@@ -177,7 +168,7 @@ def norm_bias(site: Site) -> Iterator[Edits]:
 
 def _modules(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
     """Yield the classes of the modules that the finding's statement builds or calls, or its own."""
-    names = [called(call) for _, call in _constructions(site)]
+    names = [called(call) for _, call in constructions(site)]
     found = [each for name in names for each in classes(site, name)]
     if site.cls is not None:
         found.append((site.source, site.cls))
@@ -189,13 +180,12 @@ def _created(source: Source, cls: ast.ClassDef) -> Iterator[tuple[ast.stmt, str,
     for node in source.nodes(ast.Assign, cls):
         for target, value in assigned(node):
             if is_self(target) and _is_parameter(source, value):
-                assert isinstance(target, ast.Attribute)
                 yield node, target.attr, value
-    for call in source.nodes(ast.Call, cls):
-        if called(call) == "register_parameter" and len(call.args) == 2:
-            statement = source.parent(call, ast.stmt)
-            if statement is not None and isinstance(call.args[1], ast.Call):
-                yield statement, str(constant(call.args[0])), call.args[1]
+    for call in source.calls("register_parameter", within=cls):
+        statement = source.parent(call, ast.stmt)
+        match call.args:
+            case [name, ast.Call() as value] if statement is not None:
+                yield statement, str(constant(name)), value
 
 
 def _is_parameter(source: Source, value: ast.expr) -> bool:
@@ -206,20 +196,17 @@ def _is_parameter(source: Source, value: ast.expr) -> bool:
 
 def _builder(source: Source, name: str) -> bool:
     """Return whether a function of the file returns a new parameter."""
-    return any(
-        function.name == name and isinstance(node.value, ast.Call)
-        and called(node.value) == "Parameter"
-        for function in source.nodes(ast.FunctionDef)
-        for node in source.nodes(ast.Return, function)
-    )  # fmt: skip
+    named = (each for each in source.nodes(ast.FunctionDef) if each.name == name)
+    values = [node.value for each in named for node in source.nodes(ast.Return, each)]
+    return any(isinstance(value, ast.Call) and called(value) == "Parameter" for value in values)
 
 
 def _partner(cls: ast.ClassDef, name: str, wanted: int) -> str:
     """Return the name of a norm's weight (1) or bias (0), to go with the other's name."""
     for pair in PAIRS:
-        part = pair[wanted]
-        if re.search(rf"(?<![a-z]){re.escape(part)}(?![a-z])", name):
-            return re.sub(rf"(?<![a-z]){re.escape(part)}(?![a-z])", pair[1 - wanted], name)
+        part = rf"(?<![a-z]){pair[wanted]}(?![a-z])"
+        if re.search(part, name):
+            return re.sub(part, pair[1 - wanted], name)
     return ("bias", "weight")[wanted]
 
 
@@ -260,9 +247,6 @@ def _parameter(source: Source, like: ast.expr, fill: str, shape: str | None) -> 
     return f"{wrapper}({tensor}({shape}))"
 
 
-CREATORS = ("ones", "zeros", "empty", "randn", "rand", "full", "Tensor", "FloatTensor", "normal")
-
-
 def _used(source: Source, cls: ast.ClassDef, name: str) -> list[ast.Attribute]:
     """Return where the methods of a class read `self.name`."""
     return [
@@ -271,31 +255,26 @@ def _used(source: Source, cls: ast.ClassDef, name: str) -> list[ast.Attribute]:
     ]  # fmt: skip
 
 
+def _user(source: Source, node: ast.expr) -> ast.AST:
+    """Return the expression or statement that an expression is a part or an argument of."""
+    above = source.parents[node]
+    return source.parents[above] if isinstance(above, ast.keyword) else above
+
+
 def _norm_bias_used(source: Source, weight: ast.expr, bias: str) -> Edit | None:
     """Add the bias to the product with the weight, or pass it to the kernel."""
-    above = source.parents[weight]
-    if isinstance(above, ast.keyword):
-        above = source.parents[above]
-    if isinstance(above, ast.Call):
-        if called(above) == "layer_norm":
-            present = argument(above, 3, "bias")
-            if present is not None:
-                return source.replace(present, f"self.{bias}")
-            return source.set_keyword(above, "bias", f"self.{bias}")
-        if called(above) in ("mul", "mul_", "multiply"):
+    above = _user(source, weight)
+    match above:
+        case ast.Call() if called(above) == "layer_norm":
+            return source.set_argument(above, 3, "bias", f"self.{bias}")
+        case ast.Call() if called(above) in ("mul", "mul_", "multiply"):
             return plus(source, above, f"self.{bias}")
-    if isinstance(above, ast.AugAssign):
-        return source.insert_after(above, f"{source.code(above.target)} += self.{bias}")
-    product = _product(source, weight)
-    return None if product is weight else plus(source, product, f"self.{bias}")
-
-
-def _product(source: Source, node: ast.expr) -> ast.expr:
-    """Return the whole product that an expression is a factor of."""
-    above = source.parents[node]
+        case ast.AugAssign(target):
+            return source.insert_after(above, f"{source.code(target)} += self.{bias}")
+    product: ast.expr | None = None  # the whole product
     while is_product(above):
-        node, above = above, source.parents[above]
-    return node
+        product, above = above, source.parents[above]
+    return None if product is None else plus(source, product, f"self.{bias}")
 
 
 @fixes("no_ln_weight")
@@ -313,15 +292,10 @@ def norm_weight(site: Site) -> Iterator[Edits]:
 
 def _norm_weight_used(source: Source, bias: ast.expr, weight: str) -> Edit | None:
     """Multiply what the bias is added to by the weight, or pass the weight to the kernel."""
-    above = source.parents[bias]
-    if isinstance(above, ast.keyword):
-        above = source.parents[above]
+    above = _user(source, bias)
     match above:
         case ast.Call() if called(above) == "layer_norm":
-            present = argument(above, 2, "weight")
-            if present is not None:
-                return source.replace(present, f"self.{weight}")
-            return source.set_keyword(above, "weight", f"self.{weight}")
+            return source.set_argument(above, 2, "weight", f"self.{weight}")
         case ast.Call(ast.Attribute(inner, "add" | "add_")):
             return source.replace(inner, f"({source.operand(inner)} * self.{weight})")
         case ast.AugAssign(target):
@@ -330,9 +304,8 @@ def _norm_weight_used(source: Source, bias: ast.expr, weight: str) -> Edit | Non
             other = left if right is bias else right
             grouped = source.grouped(other) != source.span(other)
             is_total = isinstance(other, ast.BinOp) and isinstance(other.op, (ast.Add, ast.Sub))
-            code = source.code(other)
-            text = f"({code})" if grouped or is_total else code
-            return source.replace_group(other, f"{text} * self.{weight}")
+            code = f"({source.code(other)})" if grouped or is_total else source.code(other)
+            return source.replace_group(other, f"{code} * self.{weight}")
     return None
 
 
@@ -350,20 +323,17 @@ def norm_parameters(site: Site) -> Iterator[Edits]:
             f"self.{name} = {parameter}({tensor.format(fill)}({width}))"
             for name, fill in (("weight", "ones"), ("bias", "zeros"))
         ]
+        declared = source.insert_after(function.body[-1], *new)
         for node in source.nodes(ast.Return, cls):
-            call = node.value
-            if call is None:
-                continue
-            declared = source.insert_after(function.body[-1], *new)
-            if isinstance(call, ast.Call) and called(call) == "layer_norm":
-                end = source.span(call)[1] - 1
-                text = ", weight=self.weight, bias=self.bias"
-                passed = Edit(source.file, end, end, text)
-                yield [declared, passed]
-            elif function is not source.parent(node, ast.FunctionDef):
-                code = source.code(call) if is_product(call) else source.operand(call)
-                result = f"{code} * self.weight + self.bias"
-                yield [declared, source.replace(call, result)]
+            match node.value:
+                case ast.Call() as call if called(call) == "layer_norm":
+                    end = source.span(call)[1] - 1
+                    passed = Edit(source.file, end, end, ", weight=self.weight, bias=self.bias")
+                    yield [declared, passed]
+                case ast.expr() as value if function is not source.parent(node, ast.FunctionDef):
+                    code = source.code(value) if is_product(value) else source.operand(value)
+                    result = f"{code} * self.weight + self.bias"
+                    yield [declared, source.replace(value, result)]
 
 
 @fixes("no_ln_bias", "no_ln_weight")
@@ -374,8 +344,7 @@ def norm_modules(site: Site) -> Iterator[Edits]:
         name = next((called(call) for call in site.calls if "norm" in called(call)), name)
     edits: Edits = []
     for source, cls in site.every(ast.ClassDef):
-        function = constructor(cls)
-        calls = [call for call in source.nodes(ast.Call, cls) if called(call) == name]
+        function, calls = constructor(cls), source.calls(name, within=cls)
         widths = [] if function is None else hyperparameters(site, source, function, "n_embd")
         if function is None or not calls or not widths or not calls[0].args:
             continue
@@ -405,9 +374,8 @@ def projection_bias(site: Site) -> Iterator[Edits]:
                     found.append((statement.lineno != site.line, edits))
     found.sort(key=lambda each: each[0])
     yield from (edits for _, edits in found)
-    together = [edit for _, edits in found for edit in edits]
     if len(found) > 1:
-        yield together
+        yield [edit for _, edits in found for edit in edits]
 
 
 def _bias_name(source: Source, cls: ast.ClassDef, weight: str) -> str:
@@ -439,23 +407,20 @@ def _projection(
     sizes = _shape(source, created)
     if len(sizes) < 2:
         return
-    above: ast.AST = source.parents[weight]
-    node = weight
-    if isinstance(above, ast.Subscript) and isinstance(above.slice, (ast.Name, ast.Constant)):
-        node, above = above, source.parents[above]  # the weight of one layer among all of them
-        index = f"[{source.code(node.slice)}]"
-        layers, sizes = sizes[0], sizes[1:]
-        for width, whole, form in _products(source, sizes, node, above):
-            yield f"{layers}, {width}", whole, form.replace("{}", f"{{}}{index}")
-        return
-    yield from _products(source, sizes, node, above)
+    match source.parents[weight]:
+        case ast.Subscript(_, ast.Name() | ast.Constant() as layer) as one:
+            for width, whole, form in _products(source, sizes[1:], one):
+                form = form.replace("{}", f"{{}}[{source.code(layer)}]")
+                yield f"{sizes[0]}, {width}", whole, form
+        case _:
+            yield from _products(source, sizes, weight)
 
 
 def _products(
-    source: Source, sizes: list[str], node: ast.expr, above: ast.AST
+    source: Source, sizes: list[str], node: ast.expr
 ) -> Iterator[tuple[str, ast.expr, str]]:
     """Yield the same as `_projection`, for a weight of these sizes."""
-    transposed = False
+    above, transposed = source.parents[node], False
     while isinstance(above, ast.Attribute) and above.attr in ("T", "mT", "t", "transpose"):
         whole = above if above.attr in ("T", "mT") else source.parents[above]
         assert isinstance(whole, ast.expr)
@@ -505,14 +470,11 @@ def _bias_added(source: Source, whole: ast.expr, bias: str) -> Edit:
 @fixes("dropout_always_on")
 def dropout_in_training(site: Site) -> Iterator[Edits]:
     """Apply dropout in training only."""
-    edits: Edits = []
-    for source, call in site.every(ast.Call):
-        edit = _in_training(site, source, call)
-        edits += [] if edit is None else [edit]
-    yield from attempts(site, edits)
+    edits = [_in_training(source, call) for source, call in site.every(ast.Call)]
+    yield from attempts(site, [edit for edit in edits if edit is not None])
 
 
-def _in_training(site: Site, source: Source, call: ast.Call) -> Edit | None:
+def _in_training(source: Source, call: ast.Call) -> Edit | None:
     name = called(call)
     if source.parent(call, ast.ClassDef) is None:
         return None
@@ -530,14 +492,13 @@ def _in_training(site: Site, source: Source, call: ast.Call) -> Edit | None:
         return None
     key = "train" if source.code(call.func) == "torch.dropout" else "training"
     flag = argument(call, 2, key)
-    if flag is None:
-        return source.set_keyword(call, key, "self.training")
-    return None if _mentions_training(flag) else source.replace(flag, "self.training")
+    if flag is not None and _mentions_training(flag):
+        return None
+    return source.set_argument(call, 2, key, "self.training")
 
 
 def _mentions_training(node: ast.AST) -> bool:
-    return any(isinstance(each, ast.Attribute) and each.attr == "training"
-               for each in ast.walk(node))  # fmt: skip
+    return any(getattr(each, "attr", "") == "training" for each in ast.walk(node))
 
 
 @fixes("dropout_always_on")
@@ -556,11 +517,9 @@ def dropout_module_in_forward(site: Site) -> Iterator[Edits]:
         function = source.parent(call, ast.FunctionDef)
         if isinstance(built, ast.Name) and function is not None:
             for statement in source.nodes(ast.Assign, function):
-                for target, value in assigned(statement):
-                    if isinstance(target, ast.Name) and target.id == built.id:
-                        replaced = _function_instead(site, source, call, value)
-                        if replaced:
-                            yield [*replaced, source.remove(statement)]
+                for value in assignments(statement, built.id, deep=False):
+                    if replaced := _function_instead(site, source, call, value):
+                        yield [*replaced, source.remove(statement)]
     yield from attempts(site, edits)
 
 
@@ -601,19 +560,14 @@ def written_dropout_in_training(site: Site) -> Iterator[Edits]:
     source, function = site.source, site.function
     if function is None or site.cls is None or site.statement not in function.body:
         return
-    first = function.body.index(site.statement)
-    names = {n.id for n in ast.walk(site.statement) if isinstance(n, ast.Name)}
-    for end in range(first, min(first + 4, len(function.body))):
-        following = function.body[end]
+    first, indent = function.body.index(site.statement), source.indent(site.statement)
+    for following in function.body[first : first + 4]:
         if isinstance(following, ast.Return):
             break
-        if any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(following)):
-            start = source.offset(site.statement.lineno, 0)
-            text = source.text[start : source.span(following)[1]]
-            indent = source.lines[site.statement.lineno - 1][: site.statement.col_offset]
-            inner = text.replace(f"\n{indent}", f"\n{indent}    ")
-            yield [Edit(source.file, start, start + len(text),
-                        f"{indent}if self.training:\n    {inner}")]  # fmt: skip
+        if variables(site.statement) & variables(following):
+            start, end = source.offset(site.statement.lineno, 0), source.span(following)[1]
+            inner = source.text[start:end].replace(f"\n{indent}", f"\n{indent}    ")
+            yield [Edit(source.file, start, end, f"{indent}if self.training:\n    {inner}")]
     inputs = [each.arg for each in function.args.args[1:]]
     if inputs:
         early = ("if not self.training:", f"    return {inputs[0]}")
@@ -626,18 +580,14 @@ def dropout_in_function(site: Site) -> Iterator[Edits]:
     """Pass the mode to a function that applies dropout, or remove the dropout."""
     source, function = site.source, site.function
     for call in site.calls:
-        if "dropout" not in called(call).lower() and called(call) != "Dropout":
+        if "dropout" not in called(call).lower():
             continue
-        flag = argument(call, 2, "training")
         if function is not None and source.parent(function, ast.ClassDef) is None and not (
             function.args.kwonlyargs or function.args.vararg or function.args.kwarg
         ) and function.args.args:  # fmt: skip
             last = max(source.span(n)[1] for n in [*function.args.args, *function.args.defaults])
             edits = [Edit(source.file, last, last, ", training=False")]
-            edits.append(
-                source.set_keyword(call, "training", "training")
-                if flag is None else source.replace(flag, "training")
-            )  # fmt: skip
+            edits.append(source.set_argument(call, 2, "training", "training"))
             edits += [
                 other.set_keyword(each, "training", "self.training")
                 for other, each in calls_of(site, function.name)
@@ -656,10 +606,8 @@ def called_in_training(site: Site) -> Iterator[Edits]:
     """Call a function that drops at random only in training: `f(x, p) if self.training else x`."""
     edits: Edits = []
     for each in site.everywhere:
-        named = each.function is not None and [a.arg for a in each.function.args.args[:1]] == [
-            "self"
-        ]
-        for call in each.calls if named else ():
+        arguments = [] if each.function is None else each.function.args.args[:1]
+        for call in each.calls if [a.arg for a in arguments] == ["self"] else ():
             if isinstance(call.func, ast.Name) and call.args and "drop" in call.func.id.lower():
                 own, operand = each.source.code(call), each.source.code(call.args[0])
                 edits.append(each.source.replace(call, f"({own} if self.training else {operand})"))
@@ -673,17 +621,11 @@ def remove_parameter(site: Site) -> Iterator[Edits]:
     if cls is None:
         return
     for target, _ in assigned(statement):
-        if not is_self(target):
-            continue
-        assert isinstance(target, ast.Attribute)
-        edits = [source.remove(statement)]
-        for used in _used(source, cls, target.attr):
-            edit = _without(source, used)
-            if edit is None:
-                break
-            edits.append(edit)
-        else:
-            yield edits
+        if is_self(target):
+            uses = [_without(source, used) for used in _used(source, cls, target.attr)]
+            edits = [edit for edit in uses if edit is not None]
+            if len(edits) == len(uses):
+                yield [source.remove(statement), *edits]
 
 
 @fixes("random_parameters")
@@ -695,26 +637,23 @@ def remove_term(site: Site) -> Iterator[Edits]:
     for target, _ in assigned(statement):
         for used in _used(source, cls, target.attr) if is_self(target) else ():
             made = source.parent(used, ast.Assign)
-            if made is None or not isinstance(made.targets[0], ast.Name):
+            if made is None or not (name := variable(made)):
                 continue
-            name = made.targets[0].id
             function = source.parent(made, ast.FunctionDef)
-            sums = [
-                n for n in source.nodes(ast.BinOp, function) if is_sum(n)
-                and any(isinstance(s, ast.Name) and s.id == name for s in (n.left, n.right))
-            ]  # fmt: skip
-            for node in sums:
-                other = node.left if name_of(node.right) == name else node.right
-                kept = source.replace(node, source.code(other))
-                yield [source.remove(statement), source.remove(made), kept]
+            for node in filter(is_sum, source.nodes(ast.BinOp, function)):
+                for term, other in sides(node):
+                    if isinstance(term, ast.Name) and term.id == name:
+                        kept = source.replace(node, source.code(other))
+                        yield [source.remove(statement), source.remove(made), kept]
 
 
 def _without(source: Source, used: ast.expr) -> Edit | None:
     """Return the code without a parameter: `y` of `self.gate * y` or of `self.scale(y)`."""
     above = source.parents[used]
-    while isinstance(above, (ast.Attribute, ast.Subscript)) or (
-        isinstance(above, ast.Call) and above.func is used and is_method_of_tensor(used)
-    ):
+    while isinstance(above, (ast.Attribute, ast.Subscript)) or (  # self.gate.sigmoid()
+        isinstance(above, ast.Call) and above.func is used
+        and isinstance(used, ast.Attribute) and not is_self(used)
+    ):  # fmt: skip
         used, above = above, source.parents[above]
     if isinstance(above, ast.Call) and above.func is not used and called(above) in GATES:
         used, above = above, source.parents[above]
@@ -729,14 +668,6 @@ def _without(source: Source, used: ast.expr) -> Edit | None:
     return None
 
 
-GATES = ("sigmoid", "tanh", "exp", "softplus", "relu")  # functions of a learned factor
-
-
-def is_method_of_tensor(node: ast.expr) -> bool:
-    """Return whether a name is of a method such as in `self.gate.sigmoid()`."""
-    return isinstance(node, ast.Attribute) and not is_self(node)
-
-
 # Sizes
 
 
@@ -744,16 +675,15 @@ def is_method_of_tensor(node: ast.expr) -> bool:
 def inner_ratio(site: Site) -> Iterator[Edits]:
     """Change the factor between the width and the inner width of the MLP."""
     found, expected = site.finding.values["found"], site.finding.values["expected"]
-    width = _model_width(site)
-    if not width or expected % width:
+    ratio, rest = divmod(expected, site.config.n_embd)
+    if rest:
         return
-    ratio = expected // width
     edits = []
     for source, node in _inner_expressions(site):
         for factor in source.nodes(ast.expr, node):
             for place in origins(site, source, factor):
                 value = constant(place.node)
-                if isinstance(value, (int, float)) and value * width == found:
+                if isinstance(value, (int, float)) and value * site.config.n_embd == found:
                     text = f"{ratio:.1f}" if isinstance(value, float) else str(ratio)
                     edits.append(place.source.replace(place.node, text))
     yield from attempts(site, edits)
@@ -764,7 +694,7 @@ def inner_width_of_torch(site: Site) -> Iterator[Edits]:
     """Pass the inner width to a layer of torch's encoder, whose default is 2048."""
     for call in site.calls:
         if called(call).startswith("Transformer") and (width := argument(call, 0, "d_model")):
-            ratio = site.finding.values["expected"] // _model_width(site)
+            ratio = site.finding.values["expected"] // site.config.n_embd
             text = f"{ratio} * {site.source.operand(width)}"
             yield [site.source.set_keyword(call, "dim_feedforward", text)]
 
@@ -772,54 +702,36 @@ def inner_width_of_torch(site: Site) -> Iterator[Edits]:
 @fixes("inner_dim")
 def inner_width(site: Site) -> Iterator[Edits]:
     """Derive the inner width of the MLP from the width."""
-    width = _model_width(site)
-    if not width or site.finding.values["expected"] % width:
-        return
-    ratio = site.finding.values["expected"] // width
     source = site.source
+    ratio, rest = divmod(site.finding.values["expected"], site.config.n_embd)
     calls = [call for call in site.calls if len(call.args) >= 2 and called(call) != "Sequential"]
-    for call in calls[:1]:
-        text = f"{ratio} * {source.operand(call.args[0])}"
-        hidden = call.args[1]
-        for place in chain(site, source, hidden)[1:]:
-            if (
-                place.source is source
-                and source.parent(place.node, ast.FunctionDef) is site.function
-            ):
-                yield [source.replace(place.node, text)]
-        code = source.code(hidden)
-        scope = site.cls or source.tree
-        same = [
-            each for other in source.nodes(ast.Call, scope) for each in other.args
+    for call in calls[:1] if not rest else ():
+        text, hidden = f"{ratio} * {source.operand(call.args[0])}", call.args[1]
+        for own, node in chain(site, source, hidden)[1:]:
+            if own is source and source.parent(node, ast.FunctionDef) is site.function:
+                yield [source.replace(node, text)]
+        code, scope = source.code(hidden), site.cls or source.tree
+        yield [
+            source.replace(each, text)
+            for other in source.nodes(ast.Call, scope) for each in other.args
             if source.code(each) == code
         ]  # fmt: skip
-        yield [source.replace(each, text) for each in same]
-        alike = [c for c in source.nodes(ast.Call, scope) if called(c) == called(call) and c.args]
+        alike = [each for each in source.calls(called(call), within=scope) if each.args]
         for back in alike[alike.index(call) + 1 :][:1]:  # of the same width at both ends
             if source.code(back.args[0]) == code:
                 yield [source.replace(hidden, text), source.replace(back.args[0], text)]
 
 
-def _model_width(site: Site) -> int:
-    """Return the width of the model that the finding is about."""
-    return int(site.config.n_embd)
-
-
 def _inner_expressions(site: Site) -> Iterator[Written]:
     """Yield the arguments of the calls around the finding, with what they get their values from."""
-    source = site.source
-    calls = source.nodes(ast.Call, site.function or site.cls or source.tree)
-    for name in dict.fromkeys(called(call) for call in site.calls):  # functions that build the MLP
-        for other, function in site.every(ast.FunctionDef):
-            if function.name == name:
-                inner = [(other, call) for call in other.nodes(ast.Call, function)]
-                yield from _arguments(site, inner)
-    yield from _arguments(site, [(source, call) for call in calls])
-
-
-def _arguments(site: Site, calls: list[tuple[Source, ast.Call]]) -> Iterator[Written]:
-    for source, call in calls:
-        for node in call.args:
+    scopes: list[tuple[Source, ast.AST]] = [
+        (source, function)
+        for name in dict.fromkeys(called(call) for call in site.calls)  # that may build the MLP
+        for source, function in site.every(ast.FunctionDef) if function.name == name
+    ]  # fmt: skip
+    scopes.append((site.source, site.function or site.cls or site.source.tree))
+    for source, scope in scopes:
+        for node in (each for call in source.nodes(ast.Call, scope) for each in call.args):
             yield from chain(site, source, node)
 
 
@@ -853,7 +765,7 @@ def size_of_constructor(site: Site) -> Iterator[Edits]:
     sized: list[tuple[Written, str]] = []
     for source, node in site.every(ast.expr):
         if constant(node) == found and not isinstance(source.parents[node], ast.BinOp):
-            names = _hyperparameters_at(site, source, node, role)
+            names = hyperparameters_at(site, source, node, role)
             sized += [(Written(source, node), name) for name in names[:1]]
     yield from _size_attempts(site, sized)
 
@@ -895,14 +807,12 @@ def _name_of_value(site: Site, source: Source, node: ast.expr) -> str:
         case ast.Call(_, arguments) as call if node in arguments:
             inits = [constructor(cls) for _, cls in classes(site, called(call))]
             names = [each.arg for init in inits if init for each in parameters(init)]
-            return (
-                names[arguments.index(node) + 1] if len(names) > arguments.index(node) + 1 else ""
-            )
+            return next(iter(names[arguments.index(node) + 1 :]), "")
         case ast.arguments() as above:
-            match source.parents[above]:
-                case ast.FunctionDef() as function:
-                    names = [each.arg for each in parameters(function)]
-                    return next((n for n in names if default_of(function, n) is node), "")
+            function = source.parents[above]
+            if isinstance(function, ast.FunctionDef):
+                names = [each.arg for each in parameters(function)]
+                return next((name for name in names if default_of(function, name) is node), "")
     return ""
 
 
@@ -928,11 +838,3 @@ def _size_attempts(site: Site, sized: list[tuple[Written, str]]) -> Iterator[Edi
     if alike:
         yield alike
     yield from attempts(site, edits)
-
-
-def _hyperparameters_at(site: Site, source: Source, node: ast.AST, role: str) -> list[str]:
-    """Return how code in a constructor can write a size; nothing for code elsewhere."""
-    function = source.parent(node, ast.FunctionDef)
-    if function is None or function.name != "__init__":
-        return []
-    return hyperparameters(site, source, function, role)

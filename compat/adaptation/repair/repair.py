@@ -39,7 +39,7 @@ from compat.adaptation.repair import (
     softmax,
 )
 from compat.adaptation.repair.fixes import FIXES, UNSAFE, Edits, Site
-from compat.adaptation.repair.source import Source, apply
+from compat.adaptation.repair.source import Source, edited_texts
 from compat.adaptation.result import Adaptation, Finding
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.config import GPT2Config
@@ -347,10 +347,7 @@ class Search:
         if finding.file is None:
             return None
         for edits in self._edits(finding, texts, self.unsafe):
-            changed = dict(texts)
-            for name in {edit.file for edit in edits}:
-                own = [edit for edit in edits if edit.file == name]
-                changed[name] = apply(texts.get(name, self.old[name]), own)
+            changed = texts | edited_texts(self.old | texts, edits)
             key = tuple(sorted(changed.items()))
             if key in self.tried or len(self.tried) >= MAX_TRIALS:
                 continue

@@ -9,11 +9,19 @@ from itertools import islice
 
 from compat.adaptation.repair.fixes import Edits, Site, edited, fixes, rewritten
 from compat.adaptation.repair.source import Edit
-from compat.adaptation.repair.syntax import argument, called, constant, is_integer, name_of
+from compat.adaptation.repair.syntax import (
+    argument,
+    called,
+    constant,
+    is_integer,
+    name_of,
+    sides,
+    variable,
+)
 from compat.adaptation.repair.tensors import (
     definition,
     enclosing,
-    is_function,
+    is_method,
     is_softmax,
     minus_inf,
     named_scores,
@@ -51,7 +59,7 @@ def usual_sum(site: Site) -> Iterator[Edits]:
     """Remove the 1 that is added to the sum of exponentials."""
     for place in site.everywhere:
         for node in place.source.nodes(ast.BinOp, place.statement):
-            for part, other in ((node.right, node.left), (node.left, node.right)):
+            for part, other in sides(node):
                 if isinstance(node.op, ast.Add) and constant(other) == 1:
                     yield place.source.unwrap(node, part)
 
@@ -66,10 +74,9 @@ def softmax_of_scores(site: Site) -> Iterator[Edits]:
     for call in site.calls:
         if called(call) in ACTIVATIONS and (scores := operand(site, call)) is not None:
             candidates.append([source.replace(call, f"{softmax}({source.code(scores)}, dim=-1)")])
-    statement = site.statement
-    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-        name = statement.targets[0].id
-        candidates.append([source.insert_after(statement, f"{name} = {softmax}({name}, dim=-1)")])
+    if name := variable(site.statement):
+        line = f"{name} = {softmax}({name}, dim=-1)"
+        candidates.append([source.insert_after(site.statement, line)])
     yield from candidates
     for edits in candidates:  # a mask may multiply the other function's weights
         changed = edited(site, edits)
@@ -82,9 +89,8 @@ def mask_before_softmax(site: Site) -> Iterator[Edits]:
     """Set the scores that a mask hides to -inf, and leave the probabilities alone."""
     source = site.source
     for whole, kept, hidden in _late_masks(site):
-        statement = source.parent(whole, ast.stmt) or site.statement
-        if isinstance(whole, ast.stmt):
-            statement = whole
+        own = whole if isinstance(whole, ast.stmt) else source.parent(whole, ast.stmt)
+        statement = own or site.statement
         for call, scores in softmax_calls(site)[:2]:
             yield from _moved_mask(site, statement, whole, kept, hidden, call, scores)
 
@@ -120,9 +126,8 @@ def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
             case ast.BinOp(left, ast.Mult(), right):
                 yield node, left, is_zero(right)
                 yield node, right, is_zero(left)
-            case ast.Call(_, arguments):
+            case ast.Call():
                 every = operands(site, node)
-                is_method = len(every) > len(arguments)
                 match called(node).rstrip("_"), every:
                     case "masked_fill", [tensor, mask, *_]:
                         yield node, tensor, source.code(mask)
@@ -130,7 +135,7 @@ def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
                         yield node, tensor, ""
                     case "mul" | "multiply", [tensor, mask]:
                         yield node, tensor, is_zero(mask)
-                    case "where", [tensor, mask, _] if is_method:  # p.where(mask, 0)
+                    case "where", [tensor, mask, _] if is_method(site, node):  # p.where(mask, 0)
                         yield node, tensor, negated(mask)
                     case "where", [mask, shown, hidden]:
                         yield node, shown, negated(mask)
@@ -147,11 +152,8 @@ def _moved_mask(
     assert softmax is not None
     if softmax is statement and hidden:  # softmax(scores) * mask
         start, end = source.grouped(whole)
-        inner = with_mask(source, scores, hidden, inf)
-        first, last = source.span(scores)
-        a, b = source.span(kept)
-        if a <= first and last <= b:
-            text = source.text[a:first] + inner + source.text[last:b]
+        if scores in set(ast.walk(kept)):
+            text = with_mask(source, scores, hidden, inf).join(source.around(kept, scores))
             yield [Edit(source.file, start, end, text)]
         return
     alone = isinstance(whole, ast.stmt) or isinstance(source.parents[whole], ast.Expr)
@@ -161,35 +163,23 @@ def _moved_mask(
     start, end = source.span(whole) if isinstance(whole, ast.stmt) else source.grouped(whole)
     removed = Edit(source.file, start, end, source.operand(kept))
     removed = source.remove(statement) if alone else removed
-    if not hidden:  # the probabilities pass through tril
-        name, before, edits = named_scores(site, scores)
-        new = f"{site.torch('torch.ones_like')}({name}, dtype={site.torch('torch.bool')}).triu(1)"
-        lines = [*before, f"{name} = {name}.masked_fill({new}, {inf})"]
-        yield [*edits, source.insert_before(softmax, *lines), removed]
-        return
-    plain = isinstance(scores, ast.Name) and softmax.lineno != statement.lineno
     late = {
         node.id for node in source.nodes(ast.Name, site.function)
         if isinstance(node.ctx, ast.Store) and softmax.lineno < node.lineno < statement.lineno
     } & set(re.findall(r"\w+", hidden))  # fmt: skip
-    if not late and plain:
-        name = source.code(scores)
-        line = f"{name} = {name}.masked_fill({hidden}, {inf})"
-        yield [source.insert_before(softmax, line), removed]
-    elif not late:
-        name, before, edits = named_scores(site, scores)
-        line = f"{name} = {name}.masked_fill({hidden}, {inf})"
+    name, before, edits = named_scores(site, scores)
+    if not hidden:  # the probabilities pass through tril
+        ones, dtype = site.torch("torch.ones_like"), site.torch("torch.bool")
+        hidden = f"{ones}({name}, dtype={dtype}).triu(1)"
+    line = f"{name} = {name}.masked_fill({hidden}, {inf})"
+    if not late:
         yield [*edits, source.insert_before(softmax, *before, line), removed]
     elif alone:  # the mask is created between the two
-        code = source.code(softmax)
-        a, b = source.span(scores)
-        start = source.span(softmax)[0]
-        if plain:
-            name = source.code(scores)
-            lines = [f"{name} = {name}.masked_fill({hidden}, {inf})", code]
+        if isinstance(scores, ast.Name):
+            lines = [line, source.code(softmax)]
         else:
-            text = with_mask(source, scores, hidden, inf)
-            lines = [code[: a - start] + text + code[b - start :]]
+            masked = with_mask(source, scores, hidden, inf)
+            lines = [masked.join(source.around(softmax, scores))]
         yield [source.remove(softmax), source.insert_before(statement, *lines), removed]
 
 
@@ -197,29 +187,22 @@ def _moved_mask(
 def softmax_over_keys(site: Site) -> Iterator[Edits]:
     """Compute the softmax over the last dimension."""
     source = site.source
-    scopes: list[ast.AST] = [site.statement]
-    scopes += [] if site.function is None else [site.function]
-    scopes += [] if site.cls is None else [site.cls]
-    for scope in scopes:
-        calls = [c for c in source.nodes(ast.Call, scope) if called(c) in DIMENSIONS]
+    for scope in site.scopes:
+        calls = source.calls(*DIMENSIONS, within=scope)
         calls += [
             c for c in source.nodes(ast.Call, scope) if is_softmax(site, c) and c not in calls
         ]
-        softmaxes = [c for c in calls if "softmax" in called(c).lower()]
-        changes = [(c, edits) for c in calls if (edits := _last_dimension(site, c))]
-        if len(changes) > 1:
-            ours = [edits for call, edits in changes if call not in softmaxes]
-            if len(ours) > 1:  # a softmax that is written out
-                yield list(dict.fromkeys(edit for edits in ours for edit in edits))
-        for _, edits in changes:
-            yield edits
+        changes = {call: edits for call in calls if (edits := _last_dimension(site, call))}
+        ours = [edits for call, edits in changes.items() if "softmax" not in called(call).lower()]
+        if len(ours) > 1:  # a softmax that is written out
+            yield list(dict.fromkeys(edit for edits in ours for edit in edits))
+        yield from changes.values()
 
 
 def _last_dimension(site: Site, call: ast.Call) -> Edits:
     """Return a call that reduces the last dimension, if it does not yet."""
     source, name = site.source, called(call)
-    method = isinstance(call.func, ast.Attribute) and not is_function(site, call.func)
-    place = 0 if name == "Softmax" or method else 1
+    place = 0 if name == "Softmax" or is_method(site, call) else 1
     present = argument(call, place, "dim") or argument(call, 9, "axis")
     if present is None:
         return [source.set_keyword(call, "dim", "-1")] if "softmax" in name.lower() else []

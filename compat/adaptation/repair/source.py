@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+from compat.adaptation.repair.syntax import called
 from compat.user_models.notebook import blanked_magics, older_syntax
 
 Node = TypeVar("Node", bound=ast.AST)
@@ -82,6 +83,15 @@ class Source:
         start, end = self.span(node)
         return self.text[start:end]
 
+    def around(self, outer: ast.AST, inner: ast.AST) -> tuple[str, str]:
+        """Return the code of a node before and after a part of it."""
+        (start, end), (first, last) = self.span(outer), self.span(inner)
+        return self.text[start:first], self.text[last:end]
+
+    def indent(self, statement: ast.stmt) -> str:
+        """Return the space before a statement."""
+        return self.lines[statement.lineno - 1][: statement.col_offset]
+
     def operand(self, node: ast.AST) -> str:
         """Return a node's code, in parentheses unless it binds as tightly as a call."""
         return self.code(node) if isinstance(node, TIGHT) else f"({self.code(node)})"
@@ -114,18 +124,16 @@ class Source:
 
     def insert_before(self, statement: ast.stmt, *lines: str) -> Edit:
         """Return new lines before a statement, indented like it."""
-        start = self.offset(statement.lineno, 0)
-        indent = self.lines[statement.lineno - 1][: statement.col_offset]
-        return Edit(
-            self.file, start, start, "".join(f"{indent}{line}".rstrip() + "\n" for line in lines)
-        )
+        start, indent = self.offset(statement.lineno, 0), self.indent(statement)
+        text = "".join(f"{indent}{line}".rstrip() + "\n" for line in lines)
+        return Edit(self.file, start, start, text)
 
     def insert_after(self, statement: ast.stmt, *lines: str) -> Edit:
         """Return new lines after a statement, indented like it."""
         assert statement.end_lineno is not None
         end = self.offset(statement.end_lineno, 0) + len(self.lines[statement.end_lineno - 1])
-        indent = self.lines[statement.lineno - 1][: statement.col_offset]
-        return Edit(self.file, end, end, "".join(f"\n{indent}{line}" for line in lines))
+        text = "".join(f"\n{self.indent(statement)}{line}" for line in lines)
+        return Edit(self.file, end, end, text)
 
     def remove(self, statement: ast.stmt) -> Edit:
         """Delete the lines of a statement that stands on lines of its own."""
@@ -148,14 +156,20 @@ class Source:
         end = max(ends) + after.end()
         return Edit(self.file, end, end, f"{' ' if after[2] else ', '}{name}={value}")
 
+    def set_argument(self, call: ast.Call, place: int, name: str, value: str) -> Edit:
+        """Return a call with an argument added or changed, which may be passed by its place."""
+        if len(call.args) > place:
+            return self.replace(call.args[place], value)
+        return self.set_keyword(call, name, value)
+
     def unwrap(self, outer: ast.expr, inner: ast.expr) -> list[Edit]:
         """Replace an expression by a part of it, which can be edited at the same time."""
         (start, end), (first, last) = self.span(outer), self.span(inner)
         around = (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript)
         bare = isinstance(inner, TIGHT) or not isinstance(self.parents.get(outer), around)
-        if not bare or (last < end and inner.lineno != inner.end_lineno):
-            return [Edit(self.file, start, first, "("), Edit(self.file, last, end, ")")]
-        return [Edit(self.file, start, first, ""), Edit(self.file, last, end, "")]
+        grouped = not bare or (last < end and inner.lineno != inner.end_lineno)
+        before, after = "()" if grouped else ("", "")
+        return [Edit(self.file, start, first, before), Edit(self.file, last, end, after)]
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
         """Return the list of statements that a statement is in."""
@@ -166,8 +180,9 @@ class Source:
                 return found
         return [statement]
 
-    def remove_argument(self, call: ast.Call, argument: ast.AST) -> Edit:
-        """Remove an argument of a call, and the lines that only this argument is on."""
+    def remove_argument(self, call: ast.Call, value: ast.AST) -> Edit:
+        """Remove an argument, or a keyword of this value, and the lines that only it is on."""
+        argument = next((keyword for keyword in call.keywords if keyword.value is value), value)
         every = sorted([*call.args, *call.keywords], key=lambda node: self.span(node)[0])
         i = next(i for i, node in enumerate(every) if node is argument)
         start, end = self.span(argument)
@@ -183,10 +198,7 @@ class Source:
 
     def parent(self, node: ast.AST, kind: type[Node]) -> Node | None:
         """Return the innermost node of a kind that contains a node."""
-        above = self.parents.get(node)
-        while above is not None and not isinstance(above, kind):
-            above = self.parents.get(above)
-        return above
+        return next((above for above in self.ancestors(node) if isinstance(above, kind)), None)
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         above = self.parents.get(node)
@@ -208,9 +220,21 @@ class Source:
         found = [node for node in inside if isinstance(node, kind)]
         return sorted(found, key=lambda n: self.span(n)[0] if hasattr(n, "lineno") else 0)
 
+    def calls(self, *names: str, within: ast.AST | None = None) -> list[ast.Call]:
+        """Return the calls of functions, methods and classes of these names."""
+        return [call for call in self.nodes(ast.Call, within) if called(call) in names]
+
 
 def apply(text: str, edits: Iterable[Edit]) -> str:
     """Return the text after the edits of one file, which must not overlap."""
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
         text = text[: edit.start] + edit.text + text[edit.end :]
     return text
+
+
+def edited_texts(texts: Mapping[str, str], edits: Iterable[Edit]) -> dict[str, str]:
+    """Return the new texts of the files that edits change."""
+    by_file: dict[str, list[Edit]] = {}
+    for edit in edits:
+        by_file.setdefault(edit.file, []).append(edit)
+    return {file: apply(texts[file], own) for file, own in by_file.items()}

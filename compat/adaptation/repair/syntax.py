@@ -52,6 +52,11 @@ def is_sum(node: ast.AST | None) -> TypeGuard[ast.BinOp]:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
 
 
+def sides(node: ast.BinOp) -> tuple[tuple[ast.expr, ast.expr], tuple[ast.expr, ast.expr]]:
+    """Return the right and the left operand, each with the other one."""
+    return (node.right, node.left), (node.left, node.right)
+
+
 def is_product(node: ast.AST | None) -> TypeGuard[ast.BinOp]:
     """Return whether a node is `a * b` or `a / b`."""
     return isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div))
@@ -82,6 +87,20 @@ def is_integer(node: ast.expr | None) -> bool:
     if isinstance(node, ast.UnaryOp):
         node = node.operand
     return isinstance(node, ast.Constant) and type(node.value) is int
+
+
+def variables(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
+    """Return the variables in a node, or those that it assigns (Store) or reads (Load)."""
+    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+    return {name.id for name in names if isinstance(name.ctx, context)}
+
+
+def variable(node: ast.AST | None) -> str:
+    """Return `x` if a node is the statement `x = …`, and otherwise ""."""
+    match node:
+        case ast.Assign([ast.Name(name), *_]):
+            return name
+    return ""
 
 
 def is_size(node: ast.AST) -> bool:

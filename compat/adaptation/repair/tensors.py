@@ -214,17 +214,18 @@ def operand(site: Site, call: ast.Call) -> ast.expr | None:
 def operands(site: Site, call: ast.Call) -> list[ast.expr]:
     """Return the arguments of a call, and before them the tensor whose method is called."""
     match call.func:
-        case ast.Attribute(owner) as method if not is_function(site, method):
+        case ast.Attribute(owner) if is_method(site, call):
             return [owner, *call.args]
     return call.args
 
 
-def is_function(site: Site, node: ast.Attribute) -> bool:
-    """Return whether an attribute is a function of a module such as `F`, or belongs to `self`."""
-    base = node.value
+def is_method(site: Site, call: ast.Call) -> bool:
+    """Return whether a method of a tensor is called, not a function of a module or of `self`."""
+    base = call.func
     while isinstance(base, ast.Attribute):
         base = base.value
-    return isinstance(base, ast.Name) and base.id in {"self", *site.imported}
+    known = isinstance(base, ast.Name) and base.id in {"self", *site.imported}
+    return isinstance(call.func, ast.Attribute) and not known
 
 
 def is_softmax(site: Site, call: ast.Call) -> bool:

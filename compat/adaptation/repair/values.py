@@ -134,12 +134,13 @@ def entries(site: Site, name: str) -> Iterator[Written]:
                     if constant(key) == name:
                         yield Written(source, value)
             elif isinstance(node, ast.Call):
-                yield from (Written(source, k.value) for k in node.keywords if k.arg == name)
-                flags = [constant(each) for each in node.args]
-                if called(node) == "add_argument" and f"--{name}" in flags:
-                    yield from (
-                        Written(source, k.value) for k in node.keywords if k.arg == "default"
-                    )
+                keywords = {
+                    keyword.arg: Written(source, keyword.value) for keyword in node.keywords
+                }
+                yield from (keywords[key] for key in [name] if key in keywords)
+                is_option = called(node) == "add_argument" and "default" in keywords
+                if is_option and f"--{name}" in map(constant, node.args):
+                    yield keywords["default"]
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
                 if constant(node.targets[0].slice) == name:
                     yield Written(source, node.value)
@@ -147,16 +148,27 @@ def entries(site: Site, name: str) -> Iterator[Written]:
 
 def classes(site: Site, name: str) -> Iterator[tuple[Source, ast.ClassDef]]:
     """Yield the classes of a name."""
-    for source, cls in site.every(ast.ClassDef):
-        if cls.name == name:
-            yield source, cls
+    return ((source, cls) for source, cls in site.every(ast.ClassDef) if cls.name == name)
 
 
-def calls_of(site: Site, name: str) -> Iterator[tuple[Source, ast.Call]]:
-    """Yield the calls of a function or class."""
-    for source, call in site.every(ast.Call):
-        if called(call) == name:
-            yield source, call
+def calls_of(site: Site, *names: str) -> Iterator[tuple[Source, ast.Call]]:
+    """Yield the calls of functions or classes of these names."""
+    return ((source, call) for source in site.sources.values() for call in source.calls(*names))
+
+
+def functions(site: Site, name: str) -> list[ast.FunctionDef]:
+    """Return the functions and methods of a name."""
+    return [function for _, function in site.every(ast.FunctionDef) if function.name == name]
+
+
+def constructions(site: Site) -> list[tuple[Source, ast.Call]]:
+    """Return the calls of the finding's statement, and those that build what it calls."""
+    built = [
+        value
+        for call in site.calls if is_self(call.func) and site.cls is not None
+        for value in self_assignments(site.cls, call.func.attr) if isinstance(value, ast.Call)
+    ]  # fmt: skip
+    return [(site.source, call) for call in [*site.calls, *built]]
 
 
 def settings(site: Site, name: str) -> Iterator[tuple[Source, ast.expr]]:
@@ -201,13 +213,10 @@ def attempts(site: Site, edits: list[Edit]) -> Iterator[list[Edit]]:
     edits = list(dict.fromkeys(edits))
     start, end = site.source.span(site.statement)
     near = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
-    function = site.function
-    if function is not None:
-        start, end = site.source.span(function)
+    if site.function is not None:
+        start, end = site.source.span(site.function)
     around = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
-    for group in (near, around, edits):
-        if group:
-            yield group
+    yield from (group for group in (near, around, edits) if group)
     yield from ([edit] for edit in edits)
 
 
@@ -253,25 +262,25 @@ def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str
     return list(dict.fromkeys(found))
 
 
+def hyperparameters_at(site: Site, source: Source, node: ast.AST, role: str) -> list[str]:
+    """Return how code in a constructor can write a size; nothing for code elsewhere."""
+    function = source.parent(node, ast.FunctionDef)
+    if function is None or function.name != "__init__":
+        return []
+    return hyperparameters(site, source, function, role)
+
+
 def _entry_names(site: Site) -> list[str]:
     """Return the names of the entries of configs: fields of classes, keys, and what code reads."""
     found: list[str] = []
     for _, node in site.every(ast.AST):
         match node:
             case ast.ClassDef():
-                fields = [
-                    target
-                    for each in node.body
-                    if isinstance(each, ast.stmt)
-                    for target in targets(each)
-                ]
+                fields = [target for each in node.body for target in targets(each)]
                 found += [target.id for target in fields if isinstance(target, ast.Name)]
             case ast.Dict():
-                found += [
-                    key.value
-                    for key in node.keys
-                    if isinstance(key, ast.Constant) and isinstance(key.value, str)
-                ]
+                keys = [constant(key) for key in node.keys]
+                found += [key for key in keys if isinstance(key, str)]
             case ast.Attribute() | ast.Subscript() if is_config_name(name_of(node.value)):
                 found.append(last_name(node))
     return list(dict.fromkeys(found))
