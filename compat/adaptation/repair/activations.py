@@ -5,13 +5,20 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.formulas import formulas, inputs, only, unused
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.syntax import argument, called, name_of
+from compat.adaptation.repair.syntax import (
+    argument,
+    called,
+    is_self,
+    name_of,
+    sides,
+    variable,
+    variables,
+)
 from compat.adaptation.repair.tensors import assigned_values
 
 CODES = ("erf_gelu", "relu", "silu", "other_activation")
@@ -61,32 +68,29 @@ def earlier_activation(site: Site) -> Iterator[Edits]:
         dropped = unused(site, [node.func]) if isinstance(node, ast.Call) else []
         for place in site.everywhere[::-1]:
             if place.function is site.function:  # it can be called there as it was
-                (start, end), (first, last) = source.span(node), source.span(inner)
-                code = source.text[start:first], source.text[last:end]
+                code = source.around(node, inner)
                 yield from ([*without, *edits] for edits in _on_operand(place, node, *code))
             if values["expected"] in TORCH:
-                code = _function(place, "{}").partition("{}")[::2]
-                yield from (
-                    [*without, *dropped, *edits] for edits in _on_operand(place, node, *code)
-                )
+                before, _, after = _function(place, "{}").partition("{}")
+                for edits in _on_operand(place, node, before, after):
+                    yield [*without, *dropped, *edits]
         if values["expected"] in TORCH:
             yield from ([*without, *dropped, *edits] for edits in _between_items(site))
 
 
 def _without_item(site: Site) -> Iterator[Edits]:
     """Remove an item of a Sequential that begins on the finding's line."""
-    for sequence in site.source.nodes(ast.Call):
-        if called(sequence) == "Sequential":
-            for item in sequence.args[2:]:
-                if item.lineno <= site.line <= (item.end_lineno or 0):
-                    yield [site.source.remove_argument(sequence, item)]
+    for sequence in site.source.calls("Sequential"):
+        for item in sequence.args[2:]:
+            if item.lineno <= site.line <= (item.end_lineno or 0):
+                yield [site.source.remove_argument(sequence, item)]
 
 
 def _earlier_item(site: Site) -> Iterator[Edits]:
     """Move an item of a Sequential in front of a linear layer."""
     source = site.source
-    for sequence in _nearest(site, source.nodes(ast.Call)):
-        items = sequence.args if called(sequence) == "Sequential" else []
+    for sequence in _sequences(site):
+        items = sequence.args
         linear = [i for i, n in enumerate(items) if isinstance(n, ast.Call) and "Lin" in called(n)]
         for j in linear[:0:-1]:
             for k in range(j + 1, len(items)):
@@ -97,15 +101,8 @@ def _earlier_item(site: Site) -> Iterator[Edits]:
 
 def _is_of_one_variable(statements: list[ast.stmt]) -> bool:
     """Return whether each statement assigns the same variable a function of itself."""
-    names = set()
-    for statement in statements:
-        match statement:
-            case ast.Assign([ast.Name(name)], value):
-                read = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
-                names.add(name if name in read else "")
-            case _:
-                names.add("")
-    return len(names) == 1 and "" not in names
+    name = variable(statements[0])
+    return all(variable(each) == name and name in variables(each, ast.Load) for each in statements)
 
 
 def _applied(site: Site) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -142,12 +139,12 @@ def activation_by_name(site: Site) -> Iterator[Edits]:
     """Replace the name of an activation by that of the tanh approximation of GELU."""
     if site.finding.values["expected"] != "gelu_new":
         return
-    for source in _ordered(site):
+    for source in site.ordered:
         strings = {n: n.value for n in source.nodes(ast.Constant) if isinstance(n.value, str)}
         known = [name for name in STRINGS if name in strings.values()]
         known += ["gelu_new"] if "ACT2FN" in source.text and "gelu_new" not in known else []
         for node, value in strings.items():
-            if value.lower().replace("_", "") not in _names(site):
+            if _plain(value) not in _names(site):
                 continue
             call = source.parent(node, ast.Call)
             if call is not None and called(call).startswith("Transformer"):
@@ -181,18 +178,16 @@ def without_gate(site: Site) -> Iterator[Edits]:
         function = source.parent(product, ast.FunctionDef)
         if not isinstance(product.op, ast.Mult) or not isinstance(function, ast.FunctionDef):
             continue
-        for kept, dropped in ((product.left, product.right), (product.right, product.left)):
+        for kept, dropped in reversed(sides(product)):
             inner = {source.code(a) for call in source.nodes(ast.Call, kept) for a in call.args}
             if source.code(dropped) in inner:  # x * sigmoid(x) is an activation
                 continue
-            if _is_activated(source, function, kept) and not _is_activated(
-                source, function, dropped
-            ):
-                at = replace(site.finding, file=source.file, line=product.lineno)
+            activated, other = (_is_activated(source, function, v) for v in (kept, dropped))
+            if activated and not other:
                 named = dropped.id if isinstance(dropped, ast.Name) else ""
                 lost: list[ast.AST] = [dropped]
                 lost += [value for value, _ in assigned_values(source, function, named)]
-                edits = unused(replace(site, finding=at), lost)
+                edits = unused(site.at(source.file, product.lineno), lost)
                 yield [*source.unwrap(product, kept), *edits]
 
 
@@ -212,10 +207,9 @@ def _applies(source: Source, value: ast.expr) -> bool:
 @fixes(*CODES)
 def encoder_activation(site: Site) -> Iterator[Edits]:
     """Pass the activation to torch's own layers, which use ReLU by default."""
-    for source in _ordered(site):
-        for call in source.nodes(ast.Call):
-            layer = re.fullmatch("Transformer(Encoder|Decoder)Layer", called(call))
-            if layer and argument(call, 4, "activation") is None:
+    for source in site.ordered:
+        for call in source.calls("TransformerEncoderLayer", "TransformerDecoderLayer"):
+            if argument(call, 4, "activation") is None:
                 function = f"lambda x: {_function(site, 'x')}"
                 yield [source.set_keyword(call, "activation", function)]
 
@@ -228,12 +222,9 @@ def replaced_own_activation(site: Site) -> Iterator[Edits]:
     owner = site.cls or site.function
     if re.search(r"gelu", owner.name, re.I) and not re.search(r"quick|erf", owner.name, re.I):
         return
-    if site.cls is not None and any(
-        called(c) == "Linear" for c in site.source.nodes(ast.Call, owner)
-    ):
+    if site.cls is not None and site.source.calls("Linear", within=owner):
         return
-    name = {owner.name.lower().replace("_", "")}
-    for source, node in islice(_mentions(site, name), 2):
+    for source, node in islice(_mentions(site, {_plain(owner.name)}), 2):
         yield _replaced(site, source, node, module=site.cls is not None)
 
 
@@ -280,14 +271,11 @@ def added_activation(site: Site) -> Iterator[Edits]:
 
 def _between_items(site: Site) -> Iterator[Edits]:
     """Insert the activation between two items of a Sequential."""
-    for sequence in _nearest(site, site.source.nodes(ast.Call)):
-        if called(sequence) == "Sequential" and len(sequence.args) > 1:
-            new = _module(site, site.torch("torch.nn"))
-            for before, after in zip(sequence.args, sequence.args[1:], strict=False):
-                end, start = site.source.span(before)[1], site.source.span(after)[0]
-                gap = site.source.text[end:start]
-                edit = site.source.replace(before, f"{site.source.code(before)}{gap}{new}")
-                yield [edit]
+    source = site.source
+    for sequence in _sequences(site):
+        for before, after in pairwise(sequence.args):
+            end, start = source.span(before)[1], source.span(after)[0]
+            yield [Edit(source.file, end, end, f"{source.text[end:start]}{_module(site)}")]
 
 
 def _inserted(site: Site) -> Iterator[Edits]:
@@ -307,69 +295,65 @@ def _inserted(site: Site) -> Iterator[Edits]:
 
 def _unused_module(site: Site) -> str | None:
     """Return the attribute of the class that holds an activation and is not used."""
-    if site.cls is None:
-        return None
-    for node in site.source.nodes(ast.Assign, site.cls):
-        target = node.targets[0]
-        if isinstance(target, ast.Attribute) and isinstance(node.value, ast.Call):
-            read = [a for a in site.source.nodes(ast.Attribute, site.cls) if a.attr == target.attr]
-            if "gelu" in called(node.value).lower() and len(read) == 1:
-                return target.attr
+    for node in site.source.nodes(ast.Assign, site.cls) if site.cls else ():
+        match node:
+            case ast.Assign([ast.Attribute(attr=name), *_], ast.Call() as built):
+                mentions = [a for a in site.source.nodes(ast.Attribute, site.cls) if a.attr == name]
+                if "gelu" in called(built).lower() and len(mentions) == 1:
+                    return name
     return None
 
 
 def _chains(site: Site) -> Iterator[Edits]:
     """Replace a formula that begins on the finding's line and ends in a later statement."""
     source, first = site.source, site.statement
-    if not isinstance(first, ast.Assign) or not isinstance(first.targets[0], ast.Name):
+    if not isinstance(first, ast.Assign) or not variable(first):
         return
     operands = inputs(site, first.value)
     if len(operands) != 1 or operands[0] is first.value or not isinstance(operands[0], ast.Name):
         return
-    tensor, derived = operands[0].id, {first.targets[0].id}
-    block, absorbed = source.block(first), [first]
+    tensor, derived = operands[0].id, {variable(first)}
+    block, absorbed = source.block(first), list[ast.stmt]([first])
     for statement in block[block.index(first) + 1 :]:
-        whole: ast.stmt | None = None
+        result = ""
         for formula in formulas(site, statement):
             names = {o.id if isinstance(o, ast.Name) else "" for o in inputs(site, formula)}
             if names <= derived | {tensor} and names & derived:
                 new = source.replace(formula, _function(site, tensor))
-                yield [*(source.remove(node) for node in absorbed), new]
+                yield [*map(source.remove, absorbed), new]
                 if isinstance(statement, ast.Assign) and statement.value is formula:
-                    whole = statement
-        if not isinstance(whole, ast.Assign) or not isinstance(whole.targets[0], ast.Name):
+                    result = variable(statement)
+        if not result:
             return
-        derived.add(whole.targets[0].id)
-        absorbed.append(whole)
+        derived.add(result)
+        absorbed.append(statement)
 
 
 def _names(site: Site) -> set[str]:
     """Return the names of the found activation, in lower case and without underscores."""
-    found = str(site.finding.values["found"]).partition(" with")[0]
-    found = found.replace("_", "").replace(" ", "").lower()
+    found = _plain(str(site.finding.values["found"]).partition(" with")[0].replace(" ", ""))
     return NAMES.get(found, {found})
 
 
-def _ordered(site: Site) -> list[Source]:
-    """Return the sources, the finding's first."""
-    return sorted(site.sources.values(), key=lambda source: source is not site.source)
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "")
 
 
-def _nearest(site: Site, nodes: list[ast.Call]) -> list[ast.Call]:
-    """Return the nodes in the finding's class, then the others."""
+def _sequences(site: Site) -> list[ast.Call]:
+    """Return where the file builds a Sequential, the finding's class first."""
     within = set(ast.walk(site.cls)) if site.cls is not None else set()
-    return sorted(nodes, key=lambda node: node not in within)
+    return sorted(site.source.calls("Sequential"), key=lambda call: call not in within)
 
 
 def _mentions(site: Site, names: set[str]) -> Iterator[tuple[Source, ast.expr]]:
     """Yield calls and references of activations with these names, nearest to the line first."""
-    around: list[ast.AST | None] = [site.statement, site.function, site.cls, site.source.tree]
     seen: set[ast.AST] = set()
-    regions = [(site.source, node) for node in around if node is not None]
-    regions += [(source, source.tree) for source in _ordered(site)[1:]]
+    regions = [(site.source, scope) for scope in site.scopes]
+    regions += [(source, source.tree) for source in site.ordered]
     for source, region in regions:
         for node in source.nodes(ast.expr, region):
-            if node in seen or not _is_mention(site, source, node, names):
+            is_read = isinstance(getattr(node, "ctx", None), ast.Load) and not is_self(node)
+            if not is_read or _plain(name_of(node)) not in names:
                 continue
             parent = source.parents.get(node)
             if isinstance(parent, ast.Call) and parent.func is node:
@@ -377,16 +361,6 @@ def _mentions(site: Site, names: set[str]) -> Iterator[tuple[Source, ast.expr]]:
             if node not in seen:
                 seen.add(node)
                 yield source, node
-
-
-def _is_mention(site: Site, source: Source, node: ast.expr, names: set[str]) -> bool:
-    if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
-        return False
-    if name_of(node).lower().replace("_", "") not in names:
-        return False
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return node.value.id != "self"
-    return True
 
 
 def _replaced(site: Site, source: Source, node: ast.expr, module: bool | None = None) -> Edits:

@@ -610,20 +610,14 @@ def final_norm(site: Site) -> Iterator[Edits]:
 
 def _held(site: Site, name: str) -> str:
     """Return how the class reaches a module of its own, or one in a ModuleDict."""
-    assert site.cls is not None
-    for statement in site.source.nodes(ast.Assign, site.cls):
-        target = statement.targets[0]
-        if not isinstance(target, ast.Attribute):
-            continue
-        if target.attr == name:
-            break
-        if _norm_modules(site)[name] in set(ast.walk(statement)):
-            keyed = site.source.nodes(ast.Subscript, site.cls)
-            owners = [s.value.attr for s in keyed if isinstance(s.value, ast.Attribute)]
-            if target.attr in owners:
-                return f"self.{target.attr}[{site.source.quoted(name)}]"
-            return f"self.{target.attr}.{name}"
-    return f"self.{name}"
+    statement = site.source.parent(_norm_modules(site)[name], ast.Assign)
+    holder = statement and statement.targets[0]
+    if not isinstance(holder, ast.Attribute) or holder.attr == name:
+        return f"self.{name}"
+    keyed = site.source.nodes(ast.Subscript, site.cls)
+    if any(isinstance(s.value, ast.Attribute) and s.value.attr == holder.attr for s in keyed):
+        return f"self.{holder.attr}[{site.source.quoted(name)}]"
+    return f"self.{holder.attr}.{name}"
 
 
 def _before_head(site: Site, norm: str) -> Iterator[Edits]:

@@ -20,6 +20,8 @@ from compat.adaptation.repair.syntax import (
     name_of,
     own_attribute,
     unpacked_sizes,
+    variable,
+    variables,
 )
 from compat.adaptation.repair.tensors import (
     HEAD_SIZE,
@@ -37,25 +39,17 @@ from compat.user_models.synonyms import role_of
 @fixes("no_head_split_transpose")
 def split_with_transpose(site: Site) -> Iterator[Edits]:
     """Change `x.view(B, H, T, D)` to `x.view(B, T, H, D).transpose(1, 2)`."""
-    every = [
-        edit
-        for call in site.source.nodes(ast.Call, site.function or site.statement)
-        for edit in _exchanged(site, call)
-    ]
-    own = [edit for call in site.calls for edit in _exchanged(site, call)]
-    yield every
-    yield own
-    yield from _exchanged_around_sdpa(site)
-
-
-def _exchanged_around_sdpa(site: Site) -> Iterator[Edits]:
-    """Exchange heads and tokens around `scaled_dot_product_attention(q, k, v)`."""
-    for call in site.source.nodes(ast.Call, site.function or site.statement):
-        if called(call) == SDPA and len(call.args) >= 3:
-            code = [f"{site.source.operand(each)}.transpose(1, 2)" for each in call.args[:3]]
-            edits = [site.source.replace(a, c) for a, c in zip(call.args, code, strict=False)]
-            close = site.source.span(call)[1]
-            yield [*edits, Edit(site.source.file, close, close, ".transpose(1, 2)")]
+    source, within = site.source, site.function or site.statement
+    for calls in (source.nodes(ast.Call, within), site.calls):
+        yield [edit for call in calls for edit in _exchanged(site, call)]
+    for call in source.calls(SDPA, within=within):
+        if len(call.args) >= 3:
+            close = source.span(call)[1]
+            yield [
+                *(source.replace(each, f"{source.operand(each)}.transpose(1, 2)")
+                  for each in call.args[:3]),
+                Edit(source.file, close, close, ".transpose(1, 2)"),
+            ]  # fmt: skip
 
 
 def _exchanged(site: Site, call: ast.Call) -> Edits:
@@ -80,10 +74,6 @@ def _exchanged(site: Site, call: ast.Call) -> Edits:
 @fixes("no_head_merge_transpose")
 def transposed_heads(site: Site) -> Iterator[Edits]:
     """Transpose the heads back before they are merged."""
-    yield from unique(_merges(site))
-
-
-def _merges(site: Site) -> Iterator[Edits]:
     source = site.source
     assert site.function is not None
     others = [c for c in source.nodes(ast.Call, site.function) if c not in site.calls]
@@ -108,14 +98,11 @@ def _merges(site: Site) -> Iterator[Edits]:
 def _unflattened(source: Source, function: ast.FunctionDef) -> list[str]:
     """Return how heads are separated that the function has as one axis with the batch."""
     found = []
-    for call in source.nodes(ast.Call, function):
-        match call:
-            case ast.Call(_, [ast.BinOp(batch, ast.Mult(), heads), length, _]) if called(call) in (
-                "view",
-                "reshape",
-            ):
-                parts = [source.code(part) for part in (batch, heads, length)]
-                found.append(f".view({', '.join(parts)}, -1).transpose(1, 2)")
+    for call in source.calls("view", "reshape", within=function):
+        match call.args:
+            case [ast.BinOp(batch, ast.Mult(), heads), length, _]:
+                parts = ", ".join(source.code(part) for part in (batch, heads, length))
+                found.append(f".view({parts}, -1).transpose(1, 2)")
     return found[:1]
 
 
@@ -127,7 +114,7 @@ def _swaps(source: Source, function: ast.FunctionDef) -> list[str]:
         places = [source.code(a) for a in call.args]
         method = isinstance(call.func, ast.Attribute)
         if called(call) in ("transpose", "swapaxes") and method and len(places) == 2:
-            if not any(place in ("-1",) for place in places):
+            if "-1" not in places:
                 found.append(f".{called(call)}({', '.join(places)})")
         elif called(call) == "permute" and method and places == ["0", "2", "1", "3"]:
             found.append(".permute(0, 2, 1, 3)")
@@ -140,10 +127,7 @@ def own_value(site: Site) -> Iterator[Edits]:
     source, function = site.source, site.function
     if function is None or site.finding.values.get("part") in ("norm", "layer"):
         return
-    unused = _unused_names(source, function)
-    for name in dict.fromkeys(unused):
-        if name == "_":
-            continue
+    for name in _unused_names(source, function):
         for product in reversed(products(source, function)):
             for factor in (product.right, product.left):
                 for node in source.nodes(ast.Name, factor):
@@ -152,12 +136,12 @@ def own_value(site: Site) -> Iterator[Edits]:
             for passed in reversed(call.args):
                 if isinstance(passed, ast.Name) and passed.id != name:
                     yield [source.replace(passed, name)]
+    stored: set[str] = set()
     for assignment in source.nodes(ast.Assign, function):
-        if isinstance(target := assignment.targets[0], ast.Name):
-            before = [n for n in source.nodes(ast.Name, function) if n.lineno < assignment.lineno]
-            if any(isinstance(n.ctx, ast.Store) and n.id == target.id for n in before):
-                for other in source.nodes(ast.Name, assignment.value)[:1]:
-                    yield [source.replace(other, target.id)]
+        if (name := variable(assignment)) in stored:
+            for other in source.nodes(ast.Name, assignment.value)[:1]:
+                yield [source.replace(other, name)]
+        stored |= variables(assignment, ast.Store)
     yield from unused_module(site)
 
 
@@ -173,7 +157,7 @@ def _unused_names(source: Source, function: ast.FunctionDef) -> list[str]:
         node.id for node in names
         if isinstance(node.ctx, ast.Load) and node.lineno > last.get(node.id, 0)
     }  # fmt: skip
-    return [name for name in last if name not in read]
+    return [name for name in last if name not in {"_", *read}]
 
 
 @fixes("missing_ln")
@@ -273,18 +257,17 @@ def _rescaled(site: Site, split: Edits) -> Iterator[Edits]:
     changed = edited(site, split)
     finding = replace(changed.finding, code="scale_by_d_model", values=values)
     changed = replace(changed, finding=finding)
-    for edits in islice(head_size_in_scale(changed), 4):
+    for edits in islice(unique(head_size_in_scale(changed)), 4):
         yield rewritten(site, changed, edits)
 
 
 def _attended(site: Site) -> Iterator[tuple[ast.expr, list[str]]]:
     """Yield expressions whose value is the output of the heads, with the names of q, k and v."""
     source = site.source
-    for call in source.nodes(ast.Call, site.function):
-        if called(call) == SDPA:
-            names = [each.id for each in call.args[:3] if isinstance(each, ast.Name)]
-            if len(names) == 3:
-                yield call, names
+    for call in source.calls(SDPA, within=site.function):
+        names = [each.id for each in call.args[:3] if isinstance(each, ast.Name)]
+        if len(names) == 3:
+            yield call, names
     found = products(source, site.function or site.statement)
     for scores in score_products(site):
         operands = [scores.left, scores.right]
@@ -296,9 +279,7 @@ def _attended(site: Site) -> Iterator[tuple[ast.expr, list[str]]]:
 
 def _reads_both(statement: ast.stmt, names: list[str]) -> bool:
     """Return whether a simple statement reads q and k."""
-    read = {n.id for n in ast.walk(statement)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}  # fmt: skip
-    return not hasattr(statement, "body") and set(names[:2]) <= read
+    return not hasattr(statement, "body") and set(names[:2]) <= variables(statement, ast.Load)
 
 
 def _leading_sizes(site: Site, name: str) -> str:
@@ -312,21 +293,19 @@ def _leading_sizes(site: Site, name: str) -> str:
 
 def _numbers_of_heads(site: Site) -> Iterator[tuple[str, Edits]]:
     """Yield code for the number of heads, with what stores it if nothing does."""
-    source, cls = site.source, site.cls
-    if cls is None:
+    source, init = site.source, site.init
+    if site.cls is None:
         return
-    own = [source.code(node) for node in source.nodes(ast.Attribute, cls)
+    own = [source.code(node) for node in source.nodes(ast.Attribute, site.cls)
            if role_of(node.attr) == "n_head"]  # fmt: skip
     written = [each for each in own if each.startswith("self.")]
     yield from ((each, []) for each in dict.fromkeys(written))
-    init = constructor(cls)
     if init is None or written:
         return
     for name in hyperparameters(site, source, init, "n_head"):
-        attribute = (
-            f"self.{re.findall(r'[A-Za-z_][A-Za-z_0-9]*', name)[-1]}"  # of cfg["n_head"] as well
-        )
-        yield attribute, [source.insert_after(init.body[-1], f"{attribute} = {name}")]
+        last = re.findall(r"[A-Za-z_][A-Za-z_0-9]*", name)[-1]  # of cfg["n_head"] as well
+        line = f"self.{last} = {name}"
+        yield f"self.{last}", [source.insert_after(init.body[-1], line)]
 
 
 # The output projection.
@@ -335,7 +314,8 @@ def _numbers_of_heads(site: Site) -> Iterator[tuple[str, Edits]]:
 @fixes("no_out_proj")
 def output_projection(site: Site) -> Iterator[Edits]:
     """Project the merged heads: with an unused module of the class, or with a new one."""
-    if site.cls is None or (init := constructor(site.cls)) is None:
+    init = site.init
+    if site.cls is None or init is None:
         return
     unused = _unread_projections(site, site.cls)
     created: list[tuple[str, Edits]] = [(name, []) for name in unused]
@@ -385,7 +365,7 @@ def _last_built(init: ast.FunctionDef) -> ast.stmt:
 
 def _linear(site: Site, init: ast.FunctionDef) -> str:
     """Return how the class writes `nn.Linear`."""
-    calls = [c for c in site.source.nodes(ast.Call, init) if called(c) == "Linear"]
+    calls = site.source.calls("Linear", within=init)
     return site.source.code(calls[0].func) if calls else site.torch("torch.nn.Linear")
 
 
@@ -394,9 +374,8 @@ def _widths(site: Site, init: ast.FunctionDef) -> list[str]:
     source = site.source
     found = [
         source.code(call.args[0])
-        for call in source.nodes(ast.Call, init)
-        if called(call) in ("Linear", "Conv1D") and len(call.args) > 1
-    ]
+        for call in source.calls("Linear", "Conv1D", within=init) if len(call.args) > 1
+    ]  # fmt: skip
     found += hyperparameters(site, source, init, "n_embd")
     heads = hyperparameters(site, source, init, "n_head")
     head_sizes = hyperparameters(site, source, init, "d_head")
@@ -407,23 +386,23 @@ def _widths(site: Site, init: ast.FunctionDef) -> list[str]:
 def _projected(site: Site, name: str) -> Iterator[Edits]:
     """Apply a projection to the value of the finding's statement, or to what is returned."""
     source, statement = site.source, site.statement
-    value = getattr(statement, "value", None)
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-    if isinstance(target, ast.Name):
+    if target := variable(statement):
         block = source.block(statement)
         for following in block[block.index(statement) + 1 :][:1]:
-            result = following.value if isinstance(following, ast.Return) else None
-            if isinstance(result, ast.Name) and result.id == target.id:
-                yield [source.replace(result, f"self.{name}({target.id})")]
-        line = f"{target.id} = self.{name}({target.id})"
-        yield [source.insert_after(statement, line)]
-    elif isinstance(statement, ast.Return) and isinstance(value, ast.expr):
-        inner = value.elts[0] if isinstance(value, ast.Tuple) else value
-        yield [source.replace(inner, f"self.{name}({source.code(inner)})")]
-    for call in site.calls:
-        if called(call) in ("cat", "concat", "view", "reshape", "flatten", "contiguous"):
-            yield [source.replace(call, f"self.{name}({source.code(call)})")]
-    for node in source.nodes(ast.Return, site.function):
-        if node is not statement and node.value is not None:
-            inner = node.value.elts[0] if isinstance(node.value, ast.Tuple) else node.value
-            yield [source.replace(inner, f"self.{name}({source.code(inner)})")]
+            match following:
+                case ast.Return(ast.Name() as result) if result.id == target:
+                    yield [source.replace(result, f"self.{name}({target})")]
+        yield [source.insert_after(statement, f"{target} = self.{name}({target})")]
+    values = {node: node.value for node in source.nodes(ast.Return, site.function) if node.value}
+    outputs = {  # the first of several
+        node: value.elts[0] if isinstance(value, ast.Tuple) else value
+        for node, value in values.items()
+    }
+    merging = ("cat", "concat", "view", "reshape", "flatten", "contiguous")
+    projected: list[ast.expr] = [
+        *(output for node, output in outputs.items() if node is statement),
+        *(call for call in site.calls if called(call) in merging),
+        *(output for node, output in outputs.items() if node is not statement),
+    ]
+    for value in projected:
+        yield [source.replace(value, f"self.{name}({source.code(value)})")]

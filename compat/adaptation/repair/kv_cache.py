@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
-from compat.adaptation.repair.source import Edit
+from compat.adaptation.repair.source import Source
 from compat.adaptation.repair.syntax import argument, called
 
 
@@ -20,14 +20,14 @@ def cached_positions(site: Site) -> Iterator[Edits]:
     if not past:
         return
     source = site.source
-    for node in source.nodes(ast.Assign, function):  # start = 0
-        if isinstance(node.value, ast.Constant) and node.value.value == 0:
-            yield [source.replace(node.value, past)]
+    for start in source.nodes(ast.Assign, function):  # start = 0
+        if isinstance(start.value, ast.Constant) and start.value.value == 0:
+            yield [source.replace(start.value, past)]
     name = site.new_name("past", "past_length")
-    for positions in _from_zero(site, function, name):
-        statement = source.parent(positions.node, ast.stmt)
+    for node, edits in _from_zero(source, function, name):
+        statement = source.parent(node, ast.stmt)
         if statement is not None:
-            yield [source.insert_before(statement, f"{name} = {past}"), *positions.edits]
+            yield [source.insert_before(statement, f"{name} = {past}"), *edits]
 
 
 @fixes("kv_cache")
@@ -52,27 +52,21 @@ def _without_ones(site: Site, function: ast.FunctionDef) -> Iterator[Edits]:
             yield [site.source.replace(node, site.source.code(node.left))]
 
 
-class _Positions:
-    """Positions from 0 on, and edits that let them begin at a variable."""
+def _from_zero(
+    source: Source, function: ast.FunctionDef, past: str
+) -> Iterator[tuple[ast.AST, Edits]]:
+    """Yield `arange(T)`, `arange(0, T)`, `table[:T]` and `table[:, :T]`, and edits of each.
 
-    def __init__(self, node: ast.AST, edits: list[Edit]) -> None:
-        self.node, self.edits = node, edits
-
-
-def _from_zero(site: Site, function: ast.FunctionDef, past: str) -> Iterator[_Positions]:
-    """Yield `arange(T)`, `arange(0, T)`, `table[:T]` and `table[:, :T]`."""
-    source = site.source
-    for call in source.nodes(ast.Call, function):
-        if called(call) == "arange" and call.args:
-            end = source.operand(call.args[min(1, len(call.args) - 1)])
-            edits = [source.replace(call.args[0], f"{past}, {past} + {end}")]
-            if len(call.args) > 1:
-                edits = [
-                    source.replace(call.args[0], past),
-                    source.replace(call.args[1], f"{past} + {end}"),
-                ]
-            yield _Positions(call, edits)
+    The edits let the positions begin at a variable.
+    """
+    for call in source.calls("arange", within=function):
+        match call.args:
+            case [end]:
+                yield call, [source.replace(end, f"{past}, {past} + {source.operand(end)}")]
+            case [start, end, *_]:
+                moved = source.replace(end, f"{past} + {source.operand(end)}")
+                yield call, [source.replace(start, past), moved]
     for node in source.nodes(ast.Slice, function):
         if node.lower is None and node.upper is not None and node.step is None:
             new = f"{past} : {past} + {source.operand(node.upper)}"
-            yield _Positions(node, [source.replace(node, new)])
+            yield node, [source.replace(node, new)]

@@ -25,7 +25,6 @@ from compat.adaptation.repair.tensors import (
     SDPA,
     assigned_values,
     definition,
-    enclosing,
     flipped_flags,
     is_cached,
     is_number,
@@ -108,7 +107,7 @@ def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
         if isinstance(first, ast.Constant):
             name, value = str(first.value), argument(call, 1, "tensor")
             if isinstance(value, ast.Name):
-                value = definition(site, value, enclosing(source, value)) or value
+                value = definition(site, value) or value
             if value is not None and (MASK.search(name) or _triangle(value)):
                 views = ("view", "reshape", "unsqueeze", "expand")
                 axes = any(called(c) in views for c in site.source.nodes(ast.Call, value)) or any(
@@ -250,7 +249,7 @@ def module_mask(site: Site) -> Iterator[Edits]:
     source = site.source
     built = [called(call) for call in source.nodes(ast.Call)]
     for call in site.calls:
-        value = definition(site, call.func, None) if own_attribute(call.func) else None
+        value = definition(site, call.func) if own_attribute(call.func) else None
         kinds = [called(n) for n in ast.walk(value) if isinstance(n, ast.Call)] if value else []
         kinds = [kind for kind in kinds if kind in MODULE_MASKS]
         if not kinds and isinstance(call.func, (ast.Name, ast.Subscript)):
@@ -380,7 +379,7 @@ def _other_offsets(
     source: Source, call: ast.Call, diagonal: ast.expr, upper: bool
 ) -> Iterator[Edits]:
     """Shift a diagonal that is computed, such as `n_key - n_query + 1` or a variable."""
-    function = enclosing(source, call)
+    function = source.parent(call, ast.FunctionDef)
     places = [diagonal]
     if isinstance(diagonal, ast.Name) and function is not None:
         places += [v for v, u in assigned_values(source, function, diagonal.id) if u is None]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
+from compat.adaptation.repair.formulas import only
 from compat.adaptation.repair.source import Source
 from compat.adaptation.repair.syntax import (
     called,
@@ -16,7 +17,10 @@ from compat.adaptation.repair.syntax import (
     is_sum,
     last_name,
     name_of,
+    own_attribute,
+    sides,
 )
+from compat.adaptation.repair.tensors import operand
 from compat.adaptation.repair.values import settings
 
 # The modules of torch with this argument.
@@ -39,11 +43,10 @@ def module_list(site: Site) -> Iterator[Edits]:
         stored = any(isinstance(t, ast.Attribute) and t.attr == name for t in node.targets)
         if stored and node.lineno <= site.line <= (node.end_lineno or 0):
             kind = "ModuleDict" if site.finding.values["kind"] == "dict" else "ModuleList"
-            module = site.torch(f"torch.nn.{kind}")
-            value = node.value
-            generator = isinstance(value, ast.Call) and called(value) in ("list", "tuple")
-            inner = value.args[0] if isinstance(value, ast.Call) and generator else value
-            yield [site.source.replace(value, f"{module}({site.source.code(inner)})")]
+            module, inner = site.torch(f"torch.nn.{kind}"), node.value
+            if isinstance(inner, ast.Call) and called(inner) in ("list", "tuple"):
+                inner = inner.args[0]
+            yield [site.source.replace(node.value, f"{module}({site.source.code(inner)})")]
 
 
 @fixes("batch_first")
@@ -74,11 +77,11 @@ def _axis(size: ast.expr) -> ast.expr | None:
 def separate_blocks(site: Site) -> Iterator[Edits]:
     """Change `[block(dim)] * n`, which repeats a module, to `[block(dim) for _ in range(n)]`."""
     for source, node in site.every(ast.BinOp):
-        for one, count in ((node.left, node.right), (node.right, node.left)):
-            if isinstance(node.op, ast.Mult) and isinstance(one, ast.List) and len(one.elts) == 1:
-                built, number = source.code(one.elts[0]), source.code(count)
-                if isinstance(one.elts[0], ast.Call):
-                    yield [source.replace_group(node, f"[{built} for _ in range({number})]")]
+        for pair in sides(node) if isinstance(node.op, ast.Mult) else ():
+            match pair:
+                case ast.List([ast.Call() as built]), count:
+                    loop = f"for _ in range({source.code(count)})"
+                    yield [source.replace_group(node, f"[{source.code(built)} {loop}]")]
 
 
 @fixes("low_precision")
@@ -112,7 +115,7 @@ def encoder_of_torch(site: Site) -> Iterator[Edits]:
         layers = {name for call in built for name in _names_of(source, call)}
         stacks = {name for c in built if called(c) == DECODER for name in _names_of(source, c)}
         for call in source.nodes(ast.Call):
-            name = call.func.attr if is_self(call.func) else ""
+            name = own_attribute(call.func)
             if name in layers or any(k.arg in ("tgt_mask", "memory") for k in call.keywords):
                 edits.append(source.replace(call, _encoder_call(source, call, name not in stacks)))
     if edits:
@@ -122,8 +125,7 @@ def encoder_of_torch(site: Site) -> Iterator[Edits]:
 def _names_of(source: Source, built: ast.Call) -> set[str]:
     """Return the attributes of `self` that a call's value is stored in."""
     statement = source.parent(built, ast.Assign)
-    found = [] if statement is None else [t for t in statement.targets if is_self(t)]
-    return {target.attr for target in found if isinstance(target, ast.Attribute)}
+    return {target.attr for target in statement.targets if is_self(target)} if statement else set()
 
 
 def _encoder_call(source: Source, call: ast.Call, is_layer: bool) -> str:
@@ -170,13 +172,7 @@ def without_noise(site: Site) -> Iterator[Edits]:
         for node in source.ancestors(call):
             if is_sum(node):
                 kept = node.left if call in set(ast.walk(node.right)) else node.right
-                statement = source.parents[node]
-                is_all = isinstance(statement, ast.Assign) and ast.unparse(
-                    statement.targets[0]
-                ) == ast.unparse(kept)
-                if is_all and isinstance(statement, ast.stmt):
-                    yield [source.remove(statement)]
-                yield source.unwrap(node, kept)
+                yield only(source, node, kept)
         if isinstance(site.statement, ast.AugAssign):
             yield [source.remove(site.statement)]
         name = "zeros_like" if called(call).endswith("_like") else "zeros"
@@ -212,28 +208,24 @@ def without_shift(site: Site) -> Iterator[Edits]:
     if isinstance(statement, ast.Assign):
         yield [source.remove(statement)]
     for call in site.calls:
-        if called(call) in ("roll", "pad"):
-            is_method = isinstance(call.func, ast.Attribute) and called(call) == "roll"
-            owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-            if is_method and owner is not None and source.code(owner) != "torch":
-                yield [source.replace(call, source.code(owner))]
-            elif call.args:
-                yield [source.replace(call, source.code(call.args[0]))]
+        if called(call) in ("roll", "pad") and (tensor := operand(site, call)) is not None:
+            yield [source.replace(call, source.code(tensor))]
 
 
 @fixes("qk_norm")
 def without_normalization(site: Site) -> Iterator[Edits]:
     """Remove the statements that normalize q and k, or replace the calls by their arguments."""
+    source, within = site.source, site.function or site.statement
     removed = [
-        site.source.remove(node)
-        for node in site.source.nodes(ast.Assign, site.function or site.statement)
+        source.remove(node)
+        for node in source.nodes(ast.Assign, within)
         if _normalizes(node.value) or (node is site.statement and _updates(node))
     ]
     if removed:
         yield removed
     yield [
-        site.source.replace(call, site.source.code(call.args[0]))
-        for call in site.source.nodes(ast.Call, site.function or site.statement)
+        source.replace(call, source.code(call.args[0]))
+        for call in source.nodes(ast.Call, within)
         if call.args and NORM.search(called(call).lower())
     ]
 

@@ -292,16 +292,12 @@ class Search:
             config, kwargs = self.checkpoint.config, self.target.kwargs
             kwargs = found_by_trying(cls, config, kwargs, runs=runs)
             if kwargs is not None:
+                direct = replace(self.target, kwargs=kwargs, other_ways=False)
                 with contextlib.suppress(CompatError):
-                    return self._direct(kwargs)
+                    found = direct.adapt(self.checkpoint, {})
+                    self.target = direct
+                    return found
         return self.target.adapt(self.checkpoint, {})
-
-    def _direct(self, kwargs: Mapping[str, Any] | None) -> Adaptation:
-        """Adapt the model that is built with these arguments, as all edited ones will be."""
-        direct = replace(self.target, kwargs=kwargs, other_ways=False)
-        found = direct.adapt(self.checkpoint, {})
-        self.target = direct
-        return found
 
     @cached_property
     def imported(self) -> list[str]:
@@ -344,8 +340,6 @@ class Search:
         leaves fewer findings than the MLP had.
         """
         second = None
-        if finding.file is None:
-            return None
         for edits in self._edits(finding, texts, self.unsafe):
             changed = texts | edited_texts(self.old | texts, edits)
             key = tuple(sorted(changed.items()))

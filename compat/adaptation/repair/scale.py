@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
+from typing import TypeGuard
 
 from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.source import Edit, Source
@@ -17,21 +18,21 @@ from compat.adaptation.repair.syntax import (
     is_product,
     is_self,
     is_size,
+    name_of,
     own_attribute,
     parameters,
     unpacked_sizes,
+    variables,
 )
 from compat.adaptation.repair.tensors import (
     HEAD_SIZE,
     SDPA,
     assigned_values,
     definition,
-    enclosing,
     flipped_flags,
     is_number,
     score_products,
     size_of,
-    unique,
 )
 from compat.adaptation.repair.values import settings
 
@@ -40,7 +41,7 @@ from compat.adaptation.repair.values import settings
 
 def _head_sizes(site: Site, place: ast.expr) -> list[str]:
     """Return expressions for the size of a head at a place in the code, the likeliest first."""
-    source, function = site.source, enclosing(site.source, place)
+    source, function = site.source, site.source.parent(place, ast.FunctionDef)
     cls = source.parent(place, ast.ClassDef)
     found: list[str] = []
     if function is not None:
@@ -53,16 +54,10 @@ def _head_sizes(site: Site, place: ast.expr) -> list[str]:
                 ]  # fmt: skip
                 sizes = unpacked_sizes(node)
                 found += [sizes[-1]] if len(sizes) == 4 and sizes[-1] != "_" else []
-        found += [
-            arg.arg for arg in parameters(function)
-            if HEAD_SIZE.match(arg.arg)
-        ]  # fmt: skip
-    if cls is not None:
-        found += _own_head_sizes(site, cls, function, place)
-    if function is not None:
-        found += _operand_sizes(site, function)
-    if cls is not None:
-        found += _quotients(site, cls, function)
+        found += [arg.arg for arg in parameters(function) if HEAD_SIZE.match(arg.arg)]
+    found += [] if cls is None else _own_head_sizes(site, cls, function, place)
+    found += [] if function is None else _operand_sizes(site, function)
+    found += [] if cls is None else _quotients(site, cls, function)
     return list(dict.fromkeys(found))
 
 
@@ -127,8 +122,8 @@ def _operand_sizes(site: Site, function: ast.FunctionDef) -> list[str]:
                 found.append(size_of(site, left.id, -1))
             elif (name := _transposed(right)) is not None:
                 found.append(size_of(site, name, -1))
-    for call in site.source.nodes(ast.Call, function):
-        if called(call) == SDPA and call.args and isinstance(call.args[0], ast.Name):
+    for call in site.source.calls(SDPA, within=function):
+        if call.args and isinstance(call.args[0], ast.Name):
             found.append(size_of(site, call.args[0].id, -1))
     return found
 
@@ -146,8 +141,8 @@ def _quotients(site: Site, cls: ast.ClassDef, function: ast.FunctionDef | None) 
     found = []
     for node in site.source.nodes(ast.BinOp, cls):
         if isinstance(node.op, (ast.FloorDiv, ast.Mod)):
-            names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} - {"self"}
-            if names and enclosing(site.source, node) is not function:
+            elsewhere = site.source.parent(node, ast.FunctionDef) is not function
+            if elsewhere and variables(node) - {"self"}:
                 continue
             parts = [site.source.operand(part) for part in (node.left, node.right)]
             found.append(f"({parts[0]} // {parts[1]})")
@@ -221,7 +216,7 @@ def _factors_of_call(call: ast.Call) -> list[Factor]:
 
 def _parts(site: Site, node: ast.expr, divides: bool) -> Iterator[tuple[ast.expr, bool]]:
     """Yield the parts of a factor and the definitions of their names, the innermost first."""
-    value = definition(site, node, enclosing(site.source, node))
+    value = definition(site, node)
     if value is not None and is_number(site, value):
         yield from _parts(site, value, divides)
     elif is_product(node):
@@ -233,9 +228,8 @@ def _parts(site: Site, node: ast.expr, divides: bool) -> Iterator[tuple[ast.expr
 
 def _sizes_in(site: Site, node: ast.expr) -> list[ast.expr]:
     """Return the sizes that an expression is computed from."""
-    if is_size(node) or _is_quotient(node) or isinstance(node, (ast.Name, ast.Attribute)):
-        return [node]
-    if isinstance(node, ast.Subscript):
+    named = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+    if named or is_size(node) or _is_quotient(node):
         return [node]
     children: list[ast.AST] = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.Call):
@@ -260,9 +254,9 @@ def _exponents(node: ast.expr) -> Iterator[tuple[ast.expr, float]]:
 def default_scale(site: Site) -> Iterator[Edits]:
     """Remove the scale of `scaled_dot_product_attention`, whose default is right."""
     for call in site.calls:
-        for keyword in call.keywords:
+        for keyword in call.keywords if called(call) == SDPA else ():
             named = isinstance(keyword.value, (ast.Name, ast.Attribute))
-            if called(call) == SDPA and keyword.arg == "scale" and not named:
+            if keyword.arg == "scale" and not named:
                 yield [site.source.remove_argument(call, keyword)]
 
 
@@ -275,15 +269,11 @@ def flag_of_scale(site: Site) -> Iterator[Edits]:
 @fixes("scale_by_d_model", "wrong_scale", "no_attn_scale")
 def head_size_in_scale(site: Site) -> Iterator[Edits]:
     """Write the number that scales the scores with the size of a head."""
-    yield from unique(_other_scales(site))
-
-
-def _other_scales(site: Site) -> Iterator[Edits]:
     source, values = site.source, site.finding.values
     code, found, expected = site.finding.code, values["found"], values["expected"]
     factors = _factors(site)
     if code == "no_attn_scale":  # one that has no effect, or one that undoes the default of SDPA
-        if any(called(call) == SDPA for call in source.nodes(ast.Call, site.function)):
+        if source.calls(SDPA, within=site.function):
             for factor in factors:
                 if factor.rest is not None:
                     yield from _without(source, factor)
@@ -307,12 +297,12 @@ def _other_scales(site: Site) -> Iterator[Edits]:
         if code == "scale_by_d_model":
             for part, _ in parts:
                 for size in _sizes_in(site, part):
-                    value = definition(site, size, enclosing(source, size))
-                    named = getattr(size, "id", getattr(size, "attr", ""))
-                    if isinstance(value, (ast.Name, ast.Attribute)) and HEAD_SIZE.match(named):
+                    value = definition(site, size)
+                    named = HEAD_SIZE.match(name_of(size))
+                    if isinstance(value, (ast.Name, ast.Attribute)) and named:
                         for other in _substitutes(site, value)[:2]:
                             yield [_replaced(source, value, other)]
-                    if not _is_root(definition(site, size, enclosing(source, size))):
+                    if not _is_root(value):
                         for other in _substitutes(site, size)[:3]:
                             yield [_replaced(source, size, other)]
         for part, divides in parts:
@@ -337,14 +327,14 @@ def _one_of_two(site: Site, factors: list[Factor]) -> Iterator[Edits]:
 
 
 def _is_one(site: Site, node: ast.expr) -> bool:
-    value = definition(site, node, enclosing(site.source, node)) or node
+    value = definition(site, node) or node
     values = [value]
     if isinstance(value, ast.Name):
         values += [other for _, other in settings(site, value.id)]
     return any(isinstance(other, ast.Constant) and other.value == 1 for other in values)
 
 
-def _is_root(node: ast.expr | None) -> bool:
+def _is_root(node: ast.expr | None) -> TypeGuard[ast.expr]:
     """Return whether an expression contains a square root, a power or a division."""
     return node is not None and any(
         isinstance(n, (ast.Pow, ast.Div)) or (isinstance(n, ast.Call) and "sqrt" in called(n))
@@ -372,7 +362,7 @@ def _known_scales(site: Site, place: ast.expr, divides: bool) -> list[str]:
     """Yield attributes of the class that hold the scale, such as `self.norm_factor`."""
     source, found = site.source, []
     cls = source.parent(place, ast.ClassDef)
-    function = enclosing(source, place)
+    function = source.parent(place, ast.FunctionDef)
     if cls is None or function is None or function.name == "__init__":
         return []
     for node in source.nodes(ast.Attribute, cls):
@@ -380,31 +370,24 @@ def _known_scales(site: Site, place: ast.expr, divides: bool) -> list[str]:
         if name is None or not isinstance(node.ctx, ast.Store):
             continue
         value = next((v for v, u in assigned_values(source, cls, name) if u is None), None)
-        if value is None or not _is_root(value) or not is_number(site, value):
-            continue
-        small = _is_reciprocal(value)
-        if small != divides:
-            found.append(f"self.{name}")
-        else:
-            found.append(f"(1.0 / self.{name})" if divides else f"1.0 / self.{name}")
+        if _is_root(value) and is_number(site, value):
+            inverse = f"(1.0 / self.{name})" if divides else f"1.0 / self.{name}"
+            found.append(f"self.{name}" if _is_reciprocal(value) != divides else inverse)
     return list(dict.fromkeys(found))
 
 
 def _is_reciprocal(node: ast.expr) -> bool:
     """Return whether a scale is written as `d**-0.5` or `1 / …`."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        return True
-    return any(power < 0 for _, power in _exponents(node))
+    is_quotient = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+    return is_quotient or any(power < 0 for _, power in _exponents(node))
 
 
 def _replaced(source: Source, node: ast.expr, text: str) -> Edit:
     """Replace an expression and the parentheses around it."""
     start, end = source.grouped(node)
     above = source.parents[node]
-    right = isinstance(above, ast.BinOp) and above.right is node
-    tight = is_product(above)
-    product = re.match(r"1\.0 / ", text) is not None
-    text = f"({text})" if right and tight and product else text
+    if is_product(above) and above.right is node and text.startswith("1.0 / "):
+        text = f"({text})"
     operand = (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript)
     if start == source.span(node)[0] and not isinstance(above, operand):
         text = text[1:-1] if re.fullmatch(r"\([^()]*\)", text) else text
@@ -413,21 +396,20 @@ def _replaced(source: Source, node: ast.expr, text: str) -> Edit:
 
 def _turned(source: Source, factor: Factor) -> Iterator[Edits]:
     """Divide instead of multiplying, or the other way round."""
-    whole, new = factor.whole, "*" if factor.divides else "/"
-    match whole:
+    old, new, method = ("/", "*", "mul") if factor.divides else ("*", "/", "div")
+    match factor.whole:
         case ast.BinOp(left, _, right) if factor.node is right:
             start, end = source.grouped(left)[1], source.grouped(right)[0]
         case ast.AugAssign(target, _, value):
             start, end = source.span(target)[1], source.grouped(value)[0]
         case ast.Call(ast.Attribute(attr=name) as func) if name.rstrip("_") in FACTORS:
             end = source.span(func)[1]
-            inverse = ("mul" if factor.divides else "div") + ("_" if name.endswith("_") else "")
+            inverse = f"{method}_" if name.endswith("_") else method
             yield [Edit(source.file, end - len(name), end, inverse)]
             return
         case _:
             return
-    text = source.text[start:end].replace("/" if factor.divides else "*", new, 1)
-    yield [Edit(source.file, start, end, text)]
+    yield [Edit(source.file, start, end, source.text[start:end].replace(old, new, 1))]
 
 
 def _without(source: Source, factor: Factor) -> Iterator[Edits]:
@@ -456,7 +438,7 @@ def _other_factor(site: Site, factor: Factor, change: float) -> Iterator[Edits]:
         return
     scaled = source.code(statement.targets[0])
     for product in score_products(site):
-        names = {n.id for n in ast.walk(product.node) if isinstance(n, ast.Name)}
+        names = variables(product.node)
         if scaled in names:
             operation = f"{'/' if factor.divides else '*'} {source.operand(factor.node)}"
             for node in source.nodes(ast.Assign, function):

@@ -30,6 +30,7 @@ from compat.adaptation.repair.syntax import (
     last_name,
     name_of,
     parameters,
+    targets,
 )
 from compat.adaptation.repair.values import calls_of, classes, hyperparameters
 from compat.user_models.synonyms import role_of, value_of
@@ -116,9 +117,10 @@ def _size(site: Site, source: Source, cls: ast.ClassDef, role: str) -> tuple[str
     return name, list(dict.fromkeys(edits))
 
 
-def _new_name(init: ast.FunctionDef, role: str) -> str:
+def _new_name(role: str, known: set[str]) -> str:
+    """Return a name for a size, in the style of the known names."""
     hugging_face, other = NAMES[role]
-    return hugging_face if {each.arg for each in parameters(init)} & HUGGING_FACE else other
+    return hugging_face if known & HUGGING_FACE else other
 
 
 def _config_entry(
@@ -135,14 +137,11 @@ def _config_entry(
     if len(read) < 2:
         return None
     config = name_of(reads[0].value)
-    new = NAMES[role][0 if read & HUGGING_FACE else 1]
-    value = value_of(role, site.user_config)
+    new, value = _new_name(role, read), value_of(role, site.user_config)
     if isinstance(reads[0], ast.Attribute):
         for other, cls in site.every(ast.ClassDef):
             fields = [node for node in cls.body if isinstance(node, (ast.AnnAssign, ast.Assign))]
-            own = {name_of(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
-                   for node in fields}  # fmt: skip
-            if len(read & own) > 1:
+            if len(read & {name_of(targets(node)[0]) for node in fields}) > 1:
                 typed = ": int" if isinstance(fields[-1], ast.AnnAssign) else ""
                 field = f"{new}{typed} = {value}"
                 return f"{config}.{new}", [other.insert_after(fields[-1], field)]
@@ -174,7 +173,8 @@ def _optional_argument(
 ) -> tuple[str, Edits]:
     """Return a last argument of the model's constructor, by default the checkpoint's size."""
     last = [*init.args.posonlyargs, *init.args.args][-1]
-    name, value = _new_name(init, role), value_of(role, site.user_config)
+    name = _new_name(role, {each.arg for each in parameters(init)})
+    value = value_of(role, site.user_config)
     text = f"{name}: int = {value}" if last.annotation else f"{name}={value}"
     end = default_of(init, last.arg) or last
     return name, [_listed_after(source, last, end, text)]

@@ -20,7 +20,6 @@ from compat.adaptation.repair.syntax import (
 )
 from compat.adaptation.repair.tensors import (
     definition,
-    enclosing,
     is_method,
     is_softmax,
     minus_inf,
@@ -207,7 +206,7 @@ def _last_dimension(site: Site, call: ast.Call) -> Edits:
     if present is None:
         return [source.set_keyword(call, "dim", "-1")] if "softmax" in name.lower() else []
     if isinstance(present, (ast.Name, ast.Attribute)):
-        value = definition(site, present, enclosing(source, present))
+        value = definition(site, present)
         if value is not None and is_integer(value):
             return [source.replace(value, "-1")]
         for other, value in settings(site, name_of(present)):

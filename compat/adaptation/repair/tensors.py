@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from compat.adaptation.repair.fixes import Edits, Site
 from compat.adaptation.repair.source import Edit, Source
 from compat.adaptation.repair.syntax import (
+    assigned,
     assigns,
     called,
     is_parameter,
@@ -18,7 +19,6 @@ from compat.adaptation.repair.syntax import (
     name_of,
     own_attribute,
     parameters,
-    targets,
     unpacked_sizes,
 )
 from compat.adaptation.repair.values import settings
@@ -90,31 +90,25 @@ def assigned_values(
     """Yield values assigned to a variable or attribute, with the tuple of an unpacking."""
     found: list[tuple[ast.expr, ast.expr | None]] = []
     for node in source.nodes(ast.stmt, within):
-        value = getattr(node, "value", None)
-        for target in targets(node):
-            if isinstance(target, ast.Tuple):
-                for i, part in enumerate(target.elts):
-                    if assigns(part, name) and isinstance(value, ast.Tuple):
-                        found.append((value.elts[i], None))
-                    elif assigns(part, name) and value is not None:
-                        found.append((value, target))
-            elif (
-                assigns(target, name) and value is not None and not isinstance(node, ast.AugAssign)
-            ):
+        for target, value in assigned(node):
+            if isinstance(target, ast.Tuple) and any(assigns(each, name) for each in target.elts):
+                found.append((value, target))
+            elif assigns(target, name):
                 found.append((value, None))
     return found
 
 
-def definition(site: Site, node: ast.expr, scope: ast.AST | None) -> ast.expr | None:
+def definition(site: Site, node: ast.expr) -> ast.expr | None:
     """Return the last expression that is assigned to a variable, or to an attribute of the class.
 
     What an attribute is replaced by that contains it, as by `compile(self.model)`, is left out.
     """
     source = site.source
+    scope: ast.AST | None = None
     if name := own_attribute(node):
         scope = source.parent(node, ast.ClassDef) or site.cls
     elif isinstance(node, ast.Name):
-        name, scope = node.id, scope or source.tree
+        name, scope = node.id, source.parent(node, ast.FunctionDef) or source.tree
     if name is None or scope is None:
         return None
     held = own_attribute(node) or ...
@@ -124,16 +118,9 @@ def definition(site: Site, node: ast.expr, scope: ast.AST | None) -> ast.expr | 
         and (isinstance(node, ast.Attribute) or value.lineno <= node.lineno)
     ]  # fmt: skip
     if not found and isinstance(scope, ast.FunctionDef) and not is_parameter(scope, name):
-        found = [
-            value for statement in source.tree.body
-            for target in targets(statement) if assigns(target, name)
-            for value in [getattr(statement, "value", None)] if value is not None
-        ]  # fmt: skip
+        pairs = (pair for statement in source.tree.body for pair in assigned(statement))
+        found = [value for target, value in pairs if assigns(target, name)]
     return found[-1] if found else None
-
-
-def enclosing(source: Source, node: ast.AST) -> ast.FunctionDef | None:
-    return source.parent(node, ast.FunctionDef)
 
 
 def is_number(site: Site, node: ast.AST | None, depth: int = 4) -> bool:
@@ -159,12 +146,12 @@ def is_number(site: Site, node: ast.AST | None, depth: int = 4) -> bool:
 
 
 def _is_number_by_name(site: Site, node: ast.Name | ast.Attribute, depth: int) -> bool:
-    scope = enclosing(site.source, node)
-    value = definition(site, node, scope)
+    value = definition(site, node)
     if value is not None:
         return is_number(site, value, depth - 1)
     if isinstance(node, ast.Attribute):
         return not is_self(node) and node.attr not in ("T", "mT", "mH", "weight", "bias")
+    scope = site.source.parent(node, ast.FunctionDef)
     if scope is None:
         return False
     if is_parameter(scope, node.id):
@@ -194,7 +181,7 @@ def softmax_calls(site: Site) -> list[tuple[ast.Call, ast.expr]]:
     assert site.function is not None
     source, inside = site.source, site.function
     if "softmax" in site.function.name:  # a function of the user's
-        calls = [c for c in source.nodes(ast.Call) if called(c) == site.function.name]
+        calls = source.calls(site.function.name)
     else:
         calls = [c for c in source.nodes(ast.Call, inside) if is_softmax(site, c)]
     at = set(ast.walk(site.statement))
@@ -202,7 +189,7 @@ def softmax_calls(site: Site) -> list[tuple[ast.Call, ast.expr]]:
     found = [(call, scores) for call in calls if (scores := operand(site, call)) is not None]
     if found:
         return found
-    written_out = [call for call in source.nodes(ast.Call, inside) if called(call) == "exp"]
+    written_out = source.calls("exp", within=inside)
     return [(call, scores) for call in written_out if (scores := operand(site, call)) is not None]
 
 
@@ -231,7 +218,7 @@ def is_method(site: Site, call: ast.Call) -> bool:
 def is_softmax(site: Site, call: ast.Call) -> bool:
     if "softmax" in called(call).lower():
         return True
-    value = definition(site, call.func, None) if own_attribute(call.func) else None
+    value = definition(site, call.func) if own_attribute(call.func) else None
     return isinstance(value, ast.Call) and called(value) == "Softmax"
 
 
@@ -260,8 +247,8 @@ def is_cached(source: Source, function: ast.AST | None) -> bool:
         return False
     names = [node.id for node in source.nodes(ast.Name, function)]
     names += [parameter.arg for parameter in parameters(function)]
-    joined = any(called(c) in ("cat", "concat", "update") for c in source.nodes(ast.Call, function))
-    return joined or any(re.search(r"cache|past", name) for name in names)
+    joined = source.calls("cat", "concat", "update", within=function)
+    return bool(joined) or any(re.search(r"cache|past", name) for name in names)
 
 
 def unique(candidates: Iterator[Edits]) -> Iterator[Edits]:
@@ -279,11 +266,8 @@ def flipped_flags(site: Site) -> Iterator[Edits]:
     if not is_cached(site.source, site.function):
         tests += [k.value for call in site.calls for k in call.keywords]
     names = [name for test in tests for node in ast.walk(test) if (name := name_of(node))]
-    for name in list(dict.fromkeys(names)):
-        for _, value in settings(site, name):
-            if other := name_of(value):
-                names.append(other)
-    for name in dict.fromkeys(names):
+    names += [name_of(value) for name in dict.fromkeys(names) for _, value in settings(site, name)]
+    for name in dict.fromkeys(filter(None, names)):
         for source, value in settings(site, name):
             if isinstance(value, ast.Constant) and isinstance(value.value, bool):
                 yield [source.replace(value, str(not value.value))]
