@@ -12,7 +12,7 @@ from compat.adaptation.repair.fixes import Edits, Site, fixes
 from compat.adaptation.repair.formulas import only, removed, unused
 from compat.adaptation.repair.source import Edit, Source, apply
 from compat.adaptation.repair.syntax import (
-    assigned,
+    assignments,
     called,
     is_self,
     is_sum,
@@ -138,11 +138,8 @@ def _normed_input(
 
 def _copied(statement: ast.stmt, name: str) -> str | None:
     """Return `x` if a statement assigns `name = x`, alone or among others."""
-    return next(
-        (value.id for target, value in assigned(statement)
-         if isinstance(target, ast.Name) and target.id == name and isinstance(value, ast.Name)),
-        None,
-    )  # fmt: skip
+    values = assignments(statement, name, deep=False)
+    return next((value.id for value in values if isinstance(value, ast.Name)), None)
 
 
 def _passed_together(site: Site, name: str) -> list[str]:
@@ -765,12 +762,11 @@ def residual_wrapper(site: Site) -> Iterator[Edits]:
     for source, wrapper in site.every(ast.ClassDef):
         if not re.search("resid", wrapper.name, re.I):
             continue
-        wrapped = [c for c in source.nodes(ast.Call) if called(c) == wrapper.name and c.args]
-        names = {called(c.args[0]) for c in wrapped if isinstance(c.args[0], ast.Call)}
-        for call in source.nodes(ast.Call):
+        wrapped = [c.args[0] for c in source.calls(wrapper.name) if c.args]
+        names = {called(each) for each in wrapped if isinstance(each, ast.Call)}
+        for call in source.calls(*names):
             above = source.parents[call]
-            inside = isinstance(above, ast.Call) and called(above) == wrapper.name
-            if called(call) in names and not inside:
+            if not (isinstance(above, ast.Call) and called(above) == wrapper.name):
                 yield [source.replace(call, f"{wrapper.name}({source.code(call)})")]
 
 
@@ -821,15 +817,12 @@ def branch_without_its_input(site: Site) -> Iterator[Edits]:
 
 @fixes("parallel_block")
 def sequential_branches(site: Site) -> Iterator[Edits]:
-    """Add attention to the stream before the MLP reads it."""
+    """Add attention first where branches share a norm, which is applied once more for the MLP."""
     for later in [site.statement, *_statements(site)]:
         for stream, rest in _with_rest(_terms(later)):
-            if len(rest) != 2:
-                continue
-            for attention, mlp in (rest, rest[::-1]):
-                for split in (_split_sum, _split_shared):
-                    if edits := split(site, later, stream, attention, mlp):
-                        yield edits
+            for attention, mlp in (rest, rest[::-1]) if len(rest) == 2 else ():
+                if edits := _split_shared(site, later, stream, attention, mlp):
+                    yield edits
 
 
 def _terms(statement: ast.stmt) -> list[ast.expr]:
@@ -842,27 +835,6 @@ def _terms(statement: ast.stmt) -> list[ast.expr]:
 
 def _flat(node: ast.expr) -> list[ast.expr]:
     return [*_flat(node.left), *_flat(node.right)] if is_sum(node) else [node]
-
-
-def _split_sum(
-    site: Site, statement: ast.stmt, stream: ast.Name, attention: ast.expr, mlp: ast.expr
-) -> Edits | None:
-    """Add attention to the stream in a statement of its own, before the MLP."""
-    source, x = site.source, stream.id
-    block = source.block(statement)
-    place, needed = statement, variables(mlp)
-    if not _loads(source, mlp, x):
-        for other in reversed(block[: block.index(statement)]):
-            if _stores(other) & needed:
-                needed |= variables(other)
-                place = other if _loads(source, other, x) else place
-    known = set().union(*(_stores(s) for s in block[block.index(place) :]))
-    if place is not statement and known & variables(attention) - {x}:
-        return None  # attention is computed later
-    last = source.span(stream)[0] > source.span(attention)[0]
-    codes = source.code(attention), source.code(mlp)
-    line, replaced = _two_sums(source, statement, x, last, *codes)
-    return [source.insert_before(place, line), replaced]
 
 
 def _two_sums(

@@ -24,10 +24,12 @@ from compat.adaptation.repair.syntax import (
 from compat.adaptation.repair.tensors import (
     SDPA,
     assigned_values,
+    bool_like,
     definition,
     flipped_flags,
     is_cached,
     is_number,
+    mask_line,
     minus_inf,
     named_scores,
     operand,
@@ -56,7 +58,7 @@ def _filled_products(site: Site) -> Iterator[Edits]:
     source, statement = site.source, site.statement
 
     def filled(scores: ast.expr, mask: ast.expr) -> str:
-        return with_mask(source, scores, f"{source.operand(mask)} == 0", minus_inf(source))
+        return with_mask(source, scores, f"{source.operand(mask)} == 0")
 
     if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult):
         new = filled(statement.target, statement.value)
@@ -71,18 +73,15 @@ def no_padding(site: Site) -> Iterator[Edits]:
     """Hide no id as padding: a mask of ones in place of `ids != pad`."""
     source = site.source
 
-    def filled(ids: ast.expr, shown: bool) -> str:
-        function = site.torch(f"torch.{'ones' if shown else 'zeros'}_like")
-        return f"{function}({source.code(ids)}, dtype={site.torch('torch.bool')})"
-
     for node in source.nodes(ast.Compare, site.statement):
         if isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
-            new = filled(node.left, isinstance(node.ops[0], ast.NotEq))
-            yield [source.replace_group(node, new)]
+            fill = "ones" if isinstance(node.ops[0], ast.NotEq) else "zeros"
+            yield [source.replace_group(node, bool_like(site, source.code(node.left), fill))]
     for call in site.calls:  # ids.eq(pad)
         name = called(call).rstrip("_")
         if name in ("eq", "ne", "not_equal") and (ids := operand(site, call)) is not None:
-            yield [source.replace(call, filled(ids, name != "eq"))]
+            fill = "zeros" if name == "eq" else "ones"
+            yield [source.replace(call, bool_like(site, source.code(ids), fill))]
 
 
 @fixes("no_mask")
@@ -109,11 +108,9 @@ def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
             if isinstance(value, ast.Name):
                 value = definition(site, value) or value
             if value is not None and (MASK.search(name) or _triangle(value)):
-                views = ("view", "reshape", "unsqueeze", "expand")
-                axes = any(called(c) in views for c in site.source.nodes(ast.Call, value)) or any(
-                    each.value is None for each in source.nodes(ast.Constant, value)
-                )
-                part = "[:, :, :{T}, :{T}]" if axes else "[:{T}, :{T}]"
+                views = source.calls("view", "reshape", "unsqueeze", "expand", within=value)
+                new_axes = [n for n in source.nodes(ast.Constant, value) if n.value is None]
+                part = "[:, :, :{T}, :{T}]" if views or new_axes else "[:{T}, :{T}]"
                 found.append((f"self.{name}{part}", value))
     if is_cached(source, function):  # only those that begin at an offset fit
         found = [
@@ -226,15 +223,12 @@ def masked_scores(site: Site) -> Iterator[Edits]:
         for mask, value in _masks(site, statement):
             for text in _masked(site, name, mask.format(T=length), value):
                 yield [*edits, source.insert_before(statement, *before, f"{name} = {text}")]
-        new = f"{site.torch('torch.ones_like')}({name}, dtype={site.torch('torch.bool')})"
-        cached = any(called(c) in ("cat", "concat") for c in source.nodes(ast.Call, site.function))
+        cached = source.calls("cat", "concat", within=site.function)
         diagonal = f"{name}.size(-1) - {name}.size(-2) + 1" if cached else "1"
         mask = site.new_name("mask", "causal_mask", "future", "hidden")
-        lines = [
-            f"{mask} = {new}.triu({diagonal})",
-            f"{name} = {name}.masked_fill({mask}, {minus_inf(source)})",
-        ]
-        yield [*edits, source.insert_before(statement, *before, *lines)]
+        created = f"{mask} = {bool_like(site, name)}.triu({diagonal})"
+        lines = [*before, created, mask_line(source, name, mask)]
+        yield [*edits, source.insert_before(statement, *lines)]
 
 
 MODULE_MASKS = {
@@ -261,7 +255,7 @@ def module_mask(site: Site) -> Iterator[Edits]:
         keyword = MODULE_MASKS[kinds[0]]
         names = [n.id for n in source.nodes(ast.Name, call.args[0]) if n.id != "self"]
         x = names[-1] if names else source.operand(call.args[0])
-        first = any(k.arg == "batch_first" for c in source.nodes(ast.Call) for k in c.keywords)
+        first = any(keyword.arg == "batch_first" for keyword in source.nodes(ast.keyword))
         length = f"{x}.size({1 if first else 0})"
         for mask, _ in _masks(site, statement):
             for size in dict.fromkeys([_length(site) or length, length]):
@@ -269,13 +263,13 @@ def module_mask(site: Site) -> Iterator[Edits]:
                 yield [source.set_keyword(call, keyword, text)]
         ones, dtype = site.torch("torch.ones"), site.torch("torch.bool")
         new = f"{ones}({length}, {length}, dtype={dtype}, device={x}.device).triu(1)"
-        present = next((k.value for k in call.keywords if k.arg == keyword), None)
-        if isinstance(present, ast.Name):
-            name = present.id
-            lines = [f"if {name} is None:", f"    {name} = {new}"]
-            yield [source.insert_before(statement, *lines)]
-        lines = [f"{keyword} = {new}"]
-        yield [source.insert_before(statement, *lines), source.set_keyword(call, keyword, keyword)]
+        for present in call.keywords:
+            if present.arg == keyword and isinstance(present.value, ast.Name):
+                name = present.value.id
+                lines = (f"if {name} is None:", f"    {name} = {new}")
+                yield [source.insert_before(statement, *lines)]
+        created = source.insert_before(statement, f"{keyword} = {new}")
+        yield [created, source.set_keyword(call, keyword, keyword)]
 
 
 @fixes("other_attention", "nan_scores", "no_mask")
@@ -284,35 +278,32 @@ def infinite_mask(site: Site) -> Iterator[Edits]:
     source, function = site.source, site.function
     if function is None:
         return
-    fused = any(called(call) == SDPA for call in source.nodes(ast.Call, function))
-    if not fused and not products(source, function):
+    if not source.calls(SDPA, within=function) and not products(source, function):
         return
-    inf = minus_inf(source)
     for call in source.nodes(ast.Call, function):
         name = called(call).rstrip("_")
         value = argument(call, 1, "value") if name == "masked_fill" else None
         if name == "where" and len(call.args) == 3:
             value = next((a for a in call.args[1:] if is_number(site, a)), None)
         if value is not None and is_number(site, value):
-            yield [source.replace(value, inf)]
+            yield [source.replace(value, minus_inf(source))]
         mask = argument(call, 3, "attn_mask") if name == SDPA else None
         if mask is not None and constant(mask) is not None:
             yield [source.replace(mask, f"{source.operand(mask)}.bool()")]
             yield [source.replace(mask, f"{source.operand(mask)} == 0")]
     for node in source.nodes(ast.BinOp, function):
         for mask, scores in sides(node):
-            if isinstance(node.op, (ast.Add, ast.Mult)) and _is_mask(source, mask):
-                text = with_mask(source, scores, f"{source.operand(mask)} == 0", inf)
+            if isinstance(node.op, (ast.Add, ast.Mult)) and _is_mask(mask):
+                text = with_mask(source, scores, f"{source.operand(mask)} == 0")
                 yield [source.replace(node, text)]
     for augmented in source.nodes(ast.AugAssign, function):
-        if _is_mask(source, augmented.value):
-            name = source.code(augmented.target)
+        if _is_mask(augmented.value):
             hidden = f"{source.operand(augmented.value)} == 0"
-            text = f"{name} = {name}.masked_fill({hidden}, {inf})"
-            yield [source.replace(augmented, text)]
+            line = mask_line(source, source.code(augmented.target), hidden)
+            yield [source.replace(augmented, line)]
 
 
-def _is_mask(source: Source, node: ast.expr) -> bool:
+def _is_mask(node: ast.expr) -> bool:
     """Return whether an operand is named like a mask or creates one."""
     while isinstance(node, ast.Subscript):
         node = node.value
@@ -347,22 +338,21 @@ def _triangles(source: Source, scope: ast.AST) -> list[ast.Call]:
     return source.calls("tril", "triu", "tril_", "triu_", within=scope)
 
 
-def _diagonal(source: Source, call: ast.Call) -> ast.expr | None:
+def _diagonal(call: ast.Call) -> ast.expr | None:
     """Return the diagonal that a call of tril or triu passes."""
-    keyword = next((k.value for k in call.keywords if k.arg == "diagonal"), None)
-    base = call.func.value if isinstance(call.func, ast.Attribute) else None
-    function = base is None or (isinstance(base, ast.Name) and base.id in ("torch", "np", "numpy"))
-    return keyword or next(iter(call.args[1 if function else 0 :]), None)
+    match call.func:
+        case ast.Name() | ast.Attribute(ast.Name("torch" | "np" | "numpy")):
+            return argument(call, 1, "diagonal")
+    return argument(call, 0, "diagonal")
 
 
 def _diagonals(source: Source, scope: ast.AST) -> Iterator[Edits]:
     """Begin at the diagonal above the main one (triu), or end at the main one (tril)."""
     for call in _triangles(source, scope):
-        upper, diagonal = called(call).startswith("triu"), _diagonal(source, call)
-        base = call.func.value if isinstance(call.func, ast.Attribute) else None
+        upper, diagonal = called(call).startswith("triu"), _diagonal(call)
         if diagonal is None and upper:
-            keyword = any("diagonal" == k.arg for c in source.nodes(ast.Call) for k in c.keywords)
-            if keyword or not (base is None or call.args):
+            keyword = any(k.arg == "diagonal" for k in source.nodes(ast.keyword))
+            if keyword or (isinstance(call.func, ast.Attribute) and not call.args):
                 yield [source.set_keyword(call, "diagonal", "1")]
             end = source.span(call)[1] - 1
             yield [Edit(source.file, end, end, ", 1" if call.args else "1")]
@@ -514,7 +504,7 @@ def _other_triangles(source: Source, scope: ast.AST) -> Iterator[Edits]:
         end, name = source.span(call.func)[1], called(call)
         other = name.replace("tril", "triu") if "tril" in name else name.replace("triu", "tril")
         renamed = Edit(source.file, end - len(name), end, other)
-        diagonal = _diagonal(source, call)
+        diagonal = _diagonal(call)
         if diagonal is not None and not is_integer(diagonal):
             continue
         if diagonal is None:

@@ -157,8 +157,8 @@ def norm_bias(site: Site) -> Iterator[Edits]:
                 if is_sum(above := source.parents[used]) and used in (above.left, above.right):
                     yield [source.replace(used, f"self.{unused}")]
         for statement, name, created in _created(source, cls):
-            bias = _partner(cls, name, 0)
-            edits = _declared(source, cls, statement, created, bias, "zeros")
+            bias = _partner(name, 0)
+            edits = _declared(source, cls, statement, created, bias)
             for used in _used(source, cls, name):
                 edit = _norm_bias_used(source, used, bias)
                 if edit is not None:
@@ -201,7 +201,7 @@ def _builder(source: Source, name: str) -> bool:
     return any(isinstance(value, ast.Call) and called(value) == "Parameter" for value in values)
 
 
-def _partner(cls: ast.ClassDef, name: str, wanted: int) -> str:
+def _partner(name: str, wanted: int) -> str:
     """Return the name of a norm's weight (1) or bias (0), to go with the other's name."""
     for pair in PAIRS:
         part = rf"(?<![a-z]){pair[wanted]}(?![a-z])"
@@ -216,11 +216,10 @@ def _declared(
     statement: ast.stmt,
     created: ast.expr,
     name: str,
-    fill: str,
     shape: str | None = None,
 ) -> Edits:
-    """Create a parameter like another one; what was registered under the name is replaced."""
-    new = f"self.{name} = {_parameter(source, created, fill, shape)}"
+    """Create a bias like another parameter; what was registered under its name is replaced."""
+    new = f"self.{name} = {_parameter(source, created, 'zeros', shape)}"
     for node in source.nodes(ast.stmt, cls):
         if any(is_self(target, name) for target, _ in assigned(node)):
             return [source.replace(node, new)]
@@ -282,7 +281,7 @@ def norm_weight(site: Site) -> Iterator[Edits]:
     """Create the weight of a hand-written norm and multiply by it."""
     for source, cls in _modules(site):
         for statement, name, created in _created(source, cls):
-            weight = _partner(cls, name, 1)
+            weight = _partner(name, 1)
             new = f"self.{weight} = {_parameter(source, created, 'ones', None)}"
             for used in _used(source, cls, name):
                 edit = _norm_weight_used(source, used, weight)
@@ -368,8 +367,8 @@ def projection_bias(site: Site) -> Iterator[Edits]:
         for statement, name, created in _created(source, cls):
             for used in _used(source, cls, name):
                 for shape, whole, form in _projection(source, created, used):
-                    bias = _bias_name(source, cls, name)
-                    edits = _declared(source, cls, statement, created, bias, "zeros", shape)
+                    bias = _bias_name(name)
+                    edits = _declared(source, cls, statement, created, bias, shape)
                     edits.append(_bias_added(source, whole, form.format(f"self.{bias}")))
                     found.append((statement.lineno != site.line, edits))
     found.sort(key=lambda each: each[0])
@@ -378,7 +377,7 @@ def projection_bias(site: Site) -> Iterator[Edits]:
         yield [edit for _, edits in found for edit in edits]
 
 
-def _bias_name(source: Source, cls: ast.ClassDef, weight: str) -> str:
+def _bias_name(weight: str) -> str:
     """Name the bias of a weight: `b_q` for `W_q`, `bq` for `wq`, `bias` for `weight`."""
     for old, new in (("weight", "bias"), ("kernel", "bias"), ("W", "b"), ("w", "b")):
         pattern = rf"(?<![A-Za-z]){old}(?![a-z])|(?<=_){old}$"
@@ -435,11 +434,11 @@ def _products(
             elif called(above) == "linear":
                 yield sizes[0], above, "{}"
             elif called(above) == "einsum":
-                yield from _einsum(source, above, node, sizes)
+                yield from _einsum(above, node, sizes)
 
 
 def _einsum(
-    source: Source, call: ast.Call, weight: ast.expr, sizes: list[str]
+    call: ast.Call, weight: ast.expr, sizes: list[str]
 ) -> Iterator[tuple[str, ast.expr, str]]:
     equation = str(constant(call.args[0])).replace(" ", "")
     inputs, _, output = equation.partition("->")

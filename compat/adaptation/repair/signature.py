@@ -75,7 +75,7 @@ def _classes(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
     """
     if NEEDED[site.finding.code] == "n_positions":
         for source, cls in site.every(ast.ClassDef):
-            if any(called(call) == "Embedding" for call in source.nodes(ast.Call, cls)):
+            if source.calls("Embedding", within=cls):
                 yield source, cls
         return
     near = [(each.source, each.cls) for each in site.everywhere if each.cls is not None]

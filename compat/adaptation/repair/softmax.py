@@ -19,10 +19,11 @@ from compat.adaptation.repair.syntax import (
     variable,
 )
 from compat.adaptation.repair.tensors import (
+    bool_like,
     definition,
     is_method,
     is_softmax,
-    minus_inf,
+    mask_line,
     named_scores,
     operand,
     operands,
@@ -146,13 +147,13 @@ def _moved_mask(
     call: ast.Call, scores: ast.expr,
 ) -> Iterator[Edits]:  # fmt: skip
     """Yield a mask that hides `hidden`, moved from one statement to the scores of a softmax."""
-    source, inf = site.source, minus_inf(site.source)
+    source = site.source
     softmax = source.parent(call, ast.stmt)
     assert softmax is not None
     if softmax is statement and hidden:  # softmax(scores) * mask
         start, end = source.grouped(whole)
         if scores in set(ast.walk(kept)):
-            text = with_mask(source, scores, hidden, inf).join(source.around(kept, scores))
+            text = with_mask(source, scores, hidden).join(source.around(kept, scores))
             yield [Edit(source.file, start, end, text)]
         return
     alone = isinstance(whole, ast.stmt) or isinstance(source.parents[whole], ast.Expr)
@@ -168,17 +169,15 @@ def _moved_mask(
     } & set(re.findall(r"\w+", hidden))  # fmt: skip
     name, before, edits = named_scores(site, scores)
     if not hidden:  # the probabilities pass through tril
-        ones, dtype = site.torch("torch.ones_like"), site.torch("torch.bool")
-        hidden = f"{ones}({name}, dtype={dtype}).triu(1)"
-    line = f"{name} = {name}.masked_fill({hidden}, {inf})"
+        hidden = f"{bool_like(site, name)}.triu(1)"
+    line = mask_line(source, name, hidden)
     if not late:
         yield [*edits, source.insert_before(softmax, *before, line), removed]
     elif alone:  # the mask is created between the two
         if isinstance(scores, ast.Name):
             lines = [line, source.code(softmax)]
         else:
-            masked = with_mask(source, scores, hidden, inf)
-            lines = [masked.join(source.around(softmax, scores))]
+            lines = [with_mask(source, scores, hidden).join(source.around(softmax, scores))]
         yield [source.remove(softmax), source.insert_before(statement, *lines), removed]
 
 

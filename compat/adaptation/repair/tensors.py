@@ -233,9 +233,19 @@ def named_scores(site: Site, scores: ast.expr) -> tuple[str, list[str], list[Edi
     return name, [f"{name} = {source.code(scores)}"], [source.replace(scores, name)]
 
 
-def with_mask(source: Source, scores: ast.expr, hidden: str, inf: str) -> str:
+def with_mask(source: Source, scores: ast.expr, hidden: str) -> str:
     """Return scores with a mask, as an expression."""
-    return f"{source.operand(scores)}.masked_fill({hidden}, {inf})"
+    return f"{source.operand(scores)}.masked_fill({hidden}, {minus_inf(source)})"
+
+
+def mask_line(source: Source, scores: str, hidden: str) -> str:
+    """Return the statement that masks a variable."""
+    return f"{scores} = {scores}.masked_fill({hidden}, {minus_inf(source)})"
+
+
+def bool_like(site: Site, tensor: str, fill: str = "ones") -> str:
+    """Return a mask in the shape of a tensor."""
+    return f"{site.torch(f'torch.{fill}_like')}({tensor}, dtype={site.torch('torch.bool')})"
 
 
 # What several parts of attention share.
