@@ -313,8 +313,8 @@ def _chains(site: Site) -> Iterator[Edits]:
     if len(operands) != 1 or operands[0] is first.value or not isinstance(operands[0], ast.Name):
         return
     tensor, derived = operands[0].id, {variable(first)}
-    block, absorbed = source.block(first), list[ast.stmt]([first])
-    for statement in block[block.index(first) + 1 :]:
+    absorbed: list[ast.stmt] = [first]
+    for statement in source.after(first):
         result = ""
         for formula in formulas(site, statement):
             names = {o.id if isinstance(o, ast.Name) else "" for o in inputs(site, formula)}

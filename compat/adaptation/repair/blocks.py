@@ -147,8 +147,8 @@ def _passed_together(site: Site, name: str) -> list[str]:
 
     They are those before and after `name` if a call passes its first argument several times.
     """
-    names = [] if site.function is None else [each.arg for each in parameters(site.function)]
-    names = [each for each in names if each != "self"]
+    every = [] if site.function is None else parameters(site.function)
+    names = [name for name in every if name != "self"]
     for source, call in site.every(ast.Call):
         codes = [source.code(each) for each in call.args]
         same = len(list(next(itertools.groupby(codes))[1])) if codes else 0
@@ -280,14 +280,11 @@ def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
                 moved = _normed_input(site, residual, _wrap(source, call))
                 if residual.sum is summed and moved:
                     return [*source.unwrap(call, summed), *moved]
-        block = source.block(statement)
-        i = block.index(statement)
-        if not isinstance(summed, ast.Name) or not i or summed.id not in _stores(block[i - 1]):
-            continue
-        for residual in _residuals(source, block[i - 1]):
-            moved = _normed_input(site, residual, _wrap(source, call), (statement,))
-            if moved:
-                return [*only(source, call, summed), *moved]
+        for total in source.before(statement)[-1:]:
+            if isinstance(summed, ast.Name) and summed.id in _stores(total):
+                for residual in _residuals(source, total):
+                    if moved := _normed_input(site, residual, _wrap(source, call), (statement,)):
+                        return [*only(source, call, summed), *moved]
     return None
 
 
@@ -309,13 +306,12 @@ def norm_on_input(site: Site) -> Iterator[Edits]:
 
 def _output_to_input(site: Site, statement: ast.stmt) -> Edits | None:
     source = site.source
-    block = source.block(statement)
     for call in _norm_calls(site, statement):
         if isinstance(call.args[0], ast.BinOp):
             continue
         dropped = only(source, call, call.args[0])
         alone = (statement,) if len(dropped) == 1 else ()
-        for later in block[block.index(statement) :]:
+        for later in [statement, *source.after(statement)]:
             for residual in _residuals(source, later):
                 if later is statement and call not in set(ast.walk(residual.branch)):
                     continue
@@ -447,8 +443,8 @@ def added_norm(site: Site) -> Iterator[Edits]:
     if site.cls is None or site.finding.tap is None:
         return
     source, first = site.source, site.finding.tap.endswith("ln_1")
-    block = source.block(site.statement)
-    sums = [r for s in block[block.index(site.statement) :] for r in _residuals(source, s)][:2]
+    statements = [site.statement, *source.after(site.statement)]
+    sums = [r for statement in statements for r in _residuals(source, statement)][:2]
     norms: list[tuple[str, Edits]] = [(name, []) for name in _unused_norms(site, site.cls)]
     if site.init is not None:
         for name, statement, new in _new_norms(site, site.init, first):
@@ -671,32 +667,31 @@ def added_residual(site: Site) -> Iterator[Edits]:
     source = site.source
     if site.function is None:
         return
-    block = source.block(site.statement)
-    start = block.index(site.statement)
-    for statement in _branch_end(source, block, start):
+    before = source.before(site.statement)
+    for statement in _branch_end(source, site.statement):
         match statement:
             case ast.Assign([ast.Name(), *_], value) | ast.Return(ast.expr() as value):
                 code, last = source.code(value), _stream_last(site)
                 last = last or is_sum(value)  # a sum with a bias
-                for name in _streams(site, block[:start], statement):
+                for name in _streams(site, before, statement):
                     total = f"{code} + {name}" if last else f"{name} + {code}"
                     yield [source.replace(value, total)]
-    yield from _saved_residual(site, block, start)
+    yield from _saved_residual(site)
 
 
-def _branch_end(source: Source, block: list[ast.stmt], start: int) -> list[ast.stmt]:
-    """Yield statements with which a branch may end, the last first: its call, dropout, a copy."""
-    found = [block[start]]
-    for i in range(start + 1, len(block)):
-        value = getattr(block[i], "value", None)
+def _branch_end(source: Source, call: ast.stmt) -> list[ast.stmt]:
+    """Return statements with which a branch may end, the last first: its call, dropout, a copy."""
+    found = [call]
+    for statement in source.after(call):
+        value = getattr(statement, "value", None)
         dropout = isinstance(value, ast.Call) and "drop" in ast.unparse(value.func).lower()
         copied = isinstance(value, ast.Name) and not (
-            isinstance(block[i], ast.Return)
-            or any(_loads(source, later, value.id) for later in block[i + 1 :])
+            isinstance(statement, ast.Return)
+            or any(_loads(source, later, value.id) for later in source.after(statement))
         )
-        if not (dropout or copied) or not _stores(found[-1]) & variables(block[i], ast.Load):
+        if not (dropout or copied) or not _stores(found[-1]) & variables(statement, ast.Load):
             break
-        found.append(block[i])
+        found.append(statement)
     return found[::-1]
 
 
@@ -707,10 +702,10 @@ def _streams(site: Site, before: list[ast.stmt], statement: ast.stmt) -> list[st
     idle = [name for name in reversed(_copies(before)) if not _loads(source, statement, name)]
     read = [n.id for n in source.nodes(ast.Name, statement) if n in _loads(source, statement, n.id)]
     written = [name for s in reversed(before) for name in sorted(_stores(s))]
-    parameters = [a.arg for a in site.function.args.args if a.arg != "self"]
-    local = {*parameters, *_stores(site.function)}
+    inputs = [a.arg for a in site.function.args.args if a.arg != "self"]
+    local = {*inputs, *_stores(site.function)}
     target = [n for n in _stores(statement) & local if n not in read]  # x = dropout(y)
-    every = dict.fromkeys([*idle, *target, *(n for n in read if n in local), *written, *parameters])
+    every = dict.fromkeys([*idle, *target, *(n for n in read if n in local), *written, *inputs])
     return list(every)[:4]
 
 
@@ -737,22 +732,23 @@ def without_second_sum(site: Site) -> Iterator[Edits]:
         yield [source.replace(statement, new)]
 
 
-def _saved_residual(site: Site, block: list[ast.stmt], start: int) -> Iterator[Edits]:
+def _saved_residual(site: Site) -> Iterator[Edits]:
     """Save the stream before a branch that overwrites it, and add it behind the branch."""
-    source, name = site.source, variable(site.statement)
+    source, statement, name = site.source, site.statement, variable(site.statement)
     if not name:
         return
     saved = next(iter(_copies(_statements(site))), "") or site.new_name("residual", "shortcut")
     before = itertools.takewhile(
-        lambda s: _stores(s) == {name} and not _residuals(source, s), reversed(block[:start])
+        lambda s: _stores(s) == {name} and not _residuals(source, s),
+        reversed(source.before(statement)),
     )
     after = itertools.takewhile(
-        lambda s: _stores(s) == {name} and not _norm_calls(site, s), block[start + 1 :]
+        lambda s: _stores(s) == {name} and not _norm_calls(site, s), source.after(statement)
     )
-    end = [block[start], *after][-1]
+    end = [statement, *after][-1]
     if isinstance(end, ast.Assign):
         added = source.replace(end.value, f"{saved} + {source.code(end.value)}")
-        for begin in [*reversed([*before]), block[start]]:
+        for begin in [*reversed([*before]), statement]:
             yield [source.insert_before(begin, f"{saved} = {name}"), added]
 
 
@@ -794,12 +790,10 @@ def residual_inside(site: Site) -> Iterator[Edits]:
 def residual_from_attention(site: Site) -> Iterator[Edits]:
     """Add the MLP to the sum that includes attention instead of the input of the block."""
     source = site.source
-    block = source.block(site.statement)
-    for statement in block[block.index(site.statement) :]:
+    for statement in [site.statement, *source.after(site.statement)]:
         for residual in _residuals(source, statement):
-            before = block[: block.index(statement)]
-            written = [name for s in before for name in sorted(_stores(s))]
-            for name in reversed(written):
+            before = source.before(statement)
+            for name in reversed([name for s in before for name in sorted(_stores(s))]):
                 if name != residual.stream.id:
                     yield [source.replace(residual.stream, name)]
 
@@ -861,11 +855,9 @@ def _split_shared(
     site: Site, statement: ast.stmt, stream: ast.Name, attention: ast.expr, mlp: ast.expr
 ) -> Edits | None:
     """Split the sum of branches that read one norm, which is applied once more for the MLP."""
-    source, x = site.source, stream.id
-    block, dropped = source.block(statement), []
+    source, x, dropped = site.source, stream.id, []
     if isinstance(mlp, ast.Name):  # m = mlp(h); return x + a + m
-        made = _assignment_before(source, statement, mlp.id)
-        if made is None or made not in block:
+        if (made := _assignment_before(source, statement, mlp.id)) is None:
             return None
         mlp, dropped = made.value, [source.remove(made)]
     if (normed := _normed_again(site, statement, mlp, x)) is None:
@@ -877,11 +869,8 @@ def _split_shared(
 
 def _assignment_before(source: Source, statement: ast.stmt, name: str) -> ast.Assign | None:
     """Return the last assignment of a variable in a statement's block before the statement."""
-    block = source.block(statement)
-    for before in reversed(block[: block.index(statement)]):
-        if name in _stores(before):
-            return before if isinstance(before, ast.Assign) and len(_stores(before)) == 1 else None
-    return None
+    before = next((s for s in reversed(source.before(statement)) if name in _stores(s)), None)
+    return before if isinstance(before, ast.Assign) and len(_stores(before)) == 1 else None
 
 
 def _normed_again(site: Site, statement: ast.stmt, branch: ast.expr, x: str) -> str | None:
@@ -902,14 +891,14 @@ def mlp_after_attention(site: Site) -> Iterator[Edits]:
     for statement in reversed(sorted(_statements(site), key=lambda s: s.lineno)):
         for residual in _residuals(source, statement):
             block = source.block(statement)
-            for other in block[: block.index(statement)]:
+            for other in source.before(statement):
                 for first in _residuals(source, other):
                     old, new = first.stream.id, sorted(_stores(other))
                     uses = [
                         n for s in block[block.index(other) + 1 : block.index(statement) + 1]
                         for n in _loads(source, s, old) if n is not residual.stream
                     ]  # fmt: skip
-                    yield from _moved_behind(source, block, other, old)
+                    yield from _moved_behind(source, other, old)
                     normed = _normed_again(site, statement, residual.branch, old)
                     if normed is not None and new == [old]:
                         yield [source.replace(residual.branch, normed)]
@@ -923,13 +912,12 @@ def attention_added_first(site: Site) -> Iterator[Edits]:
     """Add attention to the stream before the statements that compute the MLP from it."""
     source = site.source
     for last in _statements(site):
-        block = source.block(last)
         for stream, rest in _with_rest(_terms(last)):
             if len(rest) == 2:  # out = x + attention + mlp
                 for attention, mlp in (rest, rest[::-1]):
                     if edits := _summed_first(site, last, None, stream, attention, mlp):
                         yield edits
-            before = reversed(block[: block.index(last)])
+            before = reversed(source.before(last))
             total = next((s for s in before if stream.id in _stores(s)), None)
             if len(rest) != 1 or total is None or len(_stores(total)) != 1:
                 continue
@@ -961,8 +949,7 @@ def _summed_first(
         stream: the variable to which attention is added.
         attention, mlp: the terms of the two branches.
     """
-    source, block = site.source, site.source.block(last)
-    before = block[: block.index(last)]
+    source, before = site.source, site.source.before(last)
     names = {stream.id}  # of the tensor to which attention is added
     if (made := _assignment_before(source, last, stream.id)) is not None:
         names |= {copied} if (copied := _copied(made, stream.id)) is not None else set()
@@ -1007,11 +994,9 @@ def _computing(before: list[ast.stmt], branch: ast.expr) -> list[ast.stmt]:
     return found[::-1]
 
 
-def _moved_behind(
-    source: Source, block: list[ast.stmt], total: ast.stmt, stream: str
-) -> Iterator[Edits]:
+def _moved_behind(source: Source, total: ast.stmt, stream: str) -> Iterator[Edits]:
     """Move a statement that reads the stream, such as `h = ln_2(x)`, behind a sum."""
-    for statement in block[: block.index(total)]:
+    for statement in source.before(total):
         unread = not any(_loads(source, total, name) for name in _stores(statement))
         if _loads(source, statement, stream) and unread and isinstance(statement, ast.Assign):
             lines = source.code(statement)

@@ -37,10 +37,11 @@ def first_position(site: Site) -> Iterator[Edits]:
     """Remove the number that is added to the positions."""
     source = site.source
     for region in [*site.scopes, source.tree]:
-        found = [
-            e for c in source.calls("arange", "range", within=region) if (e := _range(site, c))
+        ranges = source.calls("arange", "range", within=region)
+        found = [edits for call in ranges if (edits := _range(site, call))]
+        found += [
+            edits for each in source.nodes(ast.Slice, region) if (edits := _slice(site, each))
         ]
-        found += [e for s in source.nodes(ast.Slice, region) if (e := _slice(site, s))]
         yield from found
         yield from _sums(site, region)
         if not found:
@@ -118,14 +119,11 @@ def _named_offset(site: Site) -> Iterator[Edits]:
 
 def _numbers(site: Site, region: ast.AST) -> Iterator[Edits]:
     """Set a number to 0 that is the offset, such as `start = 2 if cache is None else …`."""
-    source = site.source
-    found = [n for n in source.nodes(ast.Constant, region) if _is_offset(site, n)]
-    for node in found:
-        above = source.parents.get(node)
-        if type(node.value) is int and isinstance(
-            above, (ast.IfExp, ast.Assign, ast.AnnAssign, ast.arguments, ast.keyword)
-        ):
-            yield [source.replace(node, "0")]
+    places = (ast.IfExp, ast.Assign, ast.AnnAssign, ast.arguments, ast.keyword)
+    for node in site.source.nodes(ast.Constant, region):
+        above = site.source.parents[node]
+        if _is_offset(site, node) and type(node.value) is int and isinstance(above, places):
+            yield [site.source.replace(node, "0")]
 
 
 @fixes("no_pos")
@@ -308,7 +306,7 @@ def _looked_up(
     tables = source.calls("Embedding", within=init)[:1]
     found = [each for table in tables for each in _new_embeddings(site, source, init, table)]
     function = source.parent(call, ast.FunctionDef)
-    names = [] if function is None else [each.arg for each in parameters(function)]
+    names = [] if function is None else parameters(function)
     inputs = [name for name in names if name != "self"][:1]
     for embedding, statement in found[:1]:
         new = source.insert_after(statement, f"self.pos_emb = {embedding}")
@@ -373,7 +371,7 @@ def _embedding_built(
         return
     call, new = uses[0], source.replace(built, found[0][0])
     read = [n.id for each in call.args for n in source.nodes(ast.Name, each) if n.id != "self"]
-    names = read or [each.arg for each in parameters(function) if each.arg != "self"]
+    names = read or [name for name in parameters(function) if name != "self"]
     for tensor in names[:1]:  # of the length of the sequence
         lookup = f"self.{name}({_arange(site, tensor)})"
         if call.args:

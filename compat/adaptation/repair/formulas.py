@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from compat.adaptation.repair.fixes import Edits, Site
 from compat.adaptation.repair.source import Edit, Source
-from compat.adaptation.repair.syntax import called, is_self, name_of
+from compat.adaptation.repair.syntax import called, is_self, name_of, root
 
 ELEMENTWISE = frozenset(
     "abs add celu clamp clamp_max clamp_min clip div divide elu erf erfc exp gelu hardsigmoid "
@@ -60,7 +60,7 @@ def _parts(site: Site, node: ast.expr) -> list[ast.expr] | None:
     if isinstance(node, ast.Call) and called(node).rstrip("_") in ELEMENTWISE:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         if isinstance(node.func, ast.Attribute) and not _is_imported(site, node.func):
-            return None if _root(node.func) is None else [node.func.value, *arguments]
+            return [node.func.value, *arguments]
         return arguments
     return None
 
@@ -73,14 +73,7 @@ def _is_constant(site: Site, node: ast.expr) -> bool:
 
 def _is_imported(site: Site, node: ast.expr) -> bool:
     """Return whether a name is looked up in an imported module, such as `math.pi`."""
-    root = _root(node)
-    return isinstance(root, ast.Name) and root.id in site.imported
-
-
-def _root(node: ast.expr) -> ast.expr:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node
+    return root(node) in site.imported
 
 
 def _constants(site: Site) -> set[str]:

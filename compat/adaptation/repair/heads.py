@@ -387,8 +387,7 @@ def _projected(site: Site, name: str) -> Iterator[Edits]:
     """Apply a projection to the value of the finding's statement, or to what is returned."""
     source, statement = site.source, site.statement
     if target := variable(statement):
-        block = source.block(statement)
-        for following in block[block.index(statement) + 1 :][:1]:
+        for following in source.after(statement)[:1]:
             match following:
                 case ast.Return(ast.Name() as result) if result.id == target:
                     yield [source.replace(result, f"self.{name}({target})")]

@@ -805,12 +805,12 @@ def _name_of_value(site: Site, source: Source, node: ast.expr) -> str:
             return str(constant(keys[values.index(node)]))
         case ast.Call(_, arguments) as call if node in arguments:
             inits = [constructor(cls) for _, cls in classes(site, called(call))]
-            names = [each.arg for init in inits if init for each in parameters(init)]
+            names = [name for init in inits if init for name in parameters(init)]
             return next(iter(names[arguments.index(node) + 1 :]), "")
         case ast.arguments() as above:
             function = source.parents[above]
             if isinstance(function, ast.FunctionDef):
-                names = [each.arg for each in parameters(function)]
+                names = parameters(function)
                 return next((name for name in names if default_of(function, name) is node), "")
     return ""
 

@@ -54,7 +54,7 @@ def _head_sizes(site: Site, place: ast.expr) -> list[str]:
                 ]  # fmt: skip
                 sizes = unpacked_sizes(node)
                 found += [sizes[-1]] if len(sizes) == 4 and sizes[-1] != "_" else []
-        found += [arg.arg for arg in parameters(function) if HEAD_SIZE.match(arg.arg)]
+        found += list(filter(HEAD_SIZE.match, parameters(function)))
     found += [] if cls is None else _own_head_sizes(site, cls, function, place)
     found += [] if function is None else _operand_sizes(site, function)
     found += [] if cls is None else _quotients(site, cls, function)

@@ -127,7 +127,7 @@ def _config_entry(
     site: Site, source: Source, init: ast.FunctionDef, role: str
 ) -> tuple[str, Edits] | None:
     """Return a new entry of the config that a constructor takes: a field of its class, or a key."""
-    names = [each.arg for each in parameters(init) if each.arg != "self"]
+    names = [name for name in parameters(init) if name != "self"]
     reads = [
         node for node in source.nodes(ast.expr, init)
         if isinstance(node, (ast.Attribute, ast.Subscript))
@@ -173,7 +173,7 @@ def _optional_argument(
 ) -> tuple[str, Edits]:
     """Return a last argument of the model's constructor, by default the checkpoint's size."""
     last = [*init.args.posonlyargs, *init.args.args][-1]
-    name = _new_name(role, {each.arg for each in parameters(init)})
+    name = _new_name(role, set(parameters(init)))
     value = value_of(role, site.user_config)
     text = f"{name}: int = {value}" if last.annotation else f"{name}={value}"
     end = default_of(init, last.arg) or last
@@ -190,7 +190,7 @@ def _required_argument(
             first, f"def __init__(self, {name}):", "    super().__init__()", ""
         )
     after = [*init.args.posonlyargs, *init.args.args][_place(init)]
-    typed = any(each.annotation for each in parameters(init))
+    typed = any(each.annotation for each in source.nodes(ast.arg, init.args))
     return _listed_after(source, after, after, f"{name}: int" if typed else name)
 
 

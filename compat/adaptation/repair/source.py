@@ -180,6 +180,16 @@ class Source:
                 return found
         return [statement]
 
+    def before(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Return the statements of a statement's block before it."""
+        block = self.block(statement)
+        return block[: block.index(statement)]
+
+    def after(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Return the statements of a statement's block after it."""
+        block = self.block(statement)
+        return block[block.index(statement) + 1 :]
+
     def remove_argument(self, call: ast.Call, value: ast.AST) -> Edit:
         """Remove an argument, or a keyword of this value, and the lines that only it is on."""
         argument = next((keyword for keyword in call.keywords if keyword.value is value), value)

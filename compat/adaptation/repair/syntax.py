@@ -20,6 +20,13 @@ def name_of(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def root(node: ast.expr) -> str:
+    """Return the first part of a dotted name: `torch` of `torch.nn.GELU`; "" for others."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return name_of(node)
+
+
 def last_name(node: ast.AST) -> str:
     """Return the last part of a name: `n_embd` of `config.n_embd` and of `config["n_embd"]`."""
     if isinstance(node, ast.Subscript):
@@ -129,13 +136,11 @@ def constructor(cls: ast.ClassDef) -> ast.FunctionDef | None:
     return next((node for node in functions if node.name == "__init__"), None)
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.arg]:
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[str]:
+    """Return the names of a function's parameters, other than `*args` and `**kwargs`."""
     arguments = function.args
-    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-
-
-def is_parameter(function: ast.FunctionDef, name: str) -> bool:
-    return any(parameter.arg == name for parameter in parameters(function))
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return [each.arg for each in every]
 
 
 def default_of(

@@ -13,12 +13,12 @@ from compat.adaptation.repair.syntax import (
     assigned,
     assigns,
     called,
-    is_parameter,
     is_self,
     is_size,
     name_of,
     own_attribute,
     parameters,
+    root,
     unpacked_sizes,
 )
 from compat.adaptation.repair.values import settings
@@ -117,7 +117,7 @@ def definition(site: Site, node: ast.expr) -> ast.expr | None:
         and not any(inner is node or own_attribute(inner) == held for inner in ast.walk(value))
         and (isinstance(node, ast.Attribute) or value.lineno <= node.lineno)
     ]  # fmt: skip
-    if not found and isinstance(scope, ast.FunctionDef) and not is_parameter(scope, name):
+    if not found and isinstance(scope, ast.FunctionDef) and name not in parameters(scope):
         pairs = (pair for statement in source.tree.body for pair in assigned(statement))
         found = [value for target, value in pairs if assigns(target, name)]
     return found[-1] if found else None
@@ -154,7 +154,7 @@ def _is_number_by_name(site: Site, node: ast.Name | ast.Attribute, depth: int) -
     scope = site.source.parent(node, ast.FunctionDef)
     if scope is None:
         return False
-    if is_parameter(scope, node.id):
+    if node.id in parameters(scope):
         numeric = re.search(r"scal|factor|temp|norm|dim|size|width", node.id)
         return scope.name == "__init__" or bool(numeric or HEAD_SIZE.match(node.id))
     every = site.source.nodes(ast.Assign, scope)
@@ -208,10 +208,7 @@ def operands(site: Site, call: ast.Call) -> list[ast.expr]:
 
 def is_method(site: Site, call: ast.Call) -> bool:
     """Return whether a method of a tensor is called, not a function of a module or of `self`."""
-    base = call.func
-    while isinstance(base, ast.Attribute):
-        base = base.value
-    known = isinstance(base, ast.Name) and base.id in {"self", *site.imported}
+    known = root(call.func) in {"self", *site.imported}
     return isinstance(call.func, ast.Attribute) and not known
 
 
@@ -256,7 +253,7 @@ def is_cached(source: Source, function: ast.AST | None) -> bool:
     if not isinstance(function, ast.FunctionDef):
         return False
     names = [node.id for node in source.nodes(ast.Name, function)]
-    names += [parameter.arg for parameter in parameters(function)]
+    names += parameters(function)
     joined = source.calls("cat", "concat", "update", within=function)
     return bool(joined) or any(re.search(r"cache|past", name) for name in names)
 

@@ -92,7 +92,7 @@ def _of_name(site: Site, source: Source, node: ast.Name) -> Iterator[Written]:
             continue
         assigned = list(assignments(scope, node.id))
         yield from (Written(source, value) for value in assigned)
-        if node.id in [each.arg for each in parameters(scope)]:
+        if node.id in parameters(scope):
             if not isinstance(scope, ast.Lambda):
                 yield from passed(site, source, scope, node.id)
             default = default_of(scope, node.id)
@@ -197,7 +197,7 @@ def passed(
     """Yield what calls of a function, or of the class that it constructs, pass as an argument."""
     cls = source.parents.get(function)
     is_method = isinstance(cls, ast.ClassDef)
-    names = [each.arg for each in parameters(function)]
+    names = parameters(function)
     place = names.index(name) - is_method
     target = function.name
     if isinstance(cls, ast.ClassDef) and function.name == "__init__":
@@ -243,7 +243,7 @@ def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str
         init: the constructor.
         role: see `compat.user_models.synonyms`.
     """
-    names = [each.arg for each in parameters(init) if each.arg != "self"]
+    names = [name for name in parameters(init) if name != "self"]
     found = [name for name in names if role_of(name) == role]
     entries = [each for each in _entry_names(site) if role_of(each) == role]
     for name in names:
