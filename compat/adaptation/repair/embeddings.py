@@ -46,7 +46,7 @@ def first_position(site: Site) -> Iterator[Edits]:
         yield from _sums(site, region)
         if not found:
             yield from _numbers(site, region)
-    for call in source.calls("cumsum", within=site.function):
+    for call in source.calls("cumsum", within=site.function):  # its first sum is the offset
         new = f"{source.code(call)} - {site.finding.values['found']}"
         inside = isinstance(source.parents[call], (ast.Attribute, ast.BinOp))
         yield [source.replace(call, f"({new})" if inside else new)]
@@ -250,16 +250,13 @@ def _is_table(site: Site, source: Source, name: str, value: ast.expr) -> bool:
     """Return whether a value is named like positions, or computed with a sine."""
     text = f"{name} {source.code(value)}"
     named = re.search(r"pos|(?<![a-z])pe(?![a-z])|sin|encod|table", text, re.I)
-    return bool(named) or _has_sine(value) or _has_wave(site, source, value)
+    calls = source.nodes(ast.Call, value)
+    return bool(named) or _has_sine(value) or any(_is_wave(site, call) for call in calls)
 
 
-def _has_wave(site: Site, source: Source, node: ast.AST) -> bool:
-    """Return whether a node calls a function of the user's that computes sines."""
-    return any(
-        _has_sine(function)
-        for call in source.nodes(ast.Call, node)
-        for function in functions(site, called(call))
-    )
+def _is_wave(site: Site, call: ast.Call) -> bool:
+    """Return whether a function of the user's that computes sines is called."""
+    return any(map(_has_sine, functions(site, called(call))))
 
 
 def _has_sine(node: ast.AST) -> bool:
@@ -275,14 +272,10 @@ def _attached(source: Source, cls: ast.ClassDef, name: str) -> Edits:
                 edits.append(source.remove(node))
     for call in source.calls("detach", "requires_grad_", "Variable", within=cls):
         match call:
-            case ast.Call(ast.Attribute(tensor, "detach" | "requires_grad_")):
-                pass
-            case ast.Call(_, [tensor, *_]) if called(call) == "Variable":
-                pass
-            case _:
-                continue
-        if any(is_self(each, name) for each in ast.walk(tensor)):
-            edits.append(source.replace(call, source.code(tensor)))
+            case ast.Call(ast.Attribute(tensor, "detach" | "requires_grad_")) | ast.Call(
+                ast.Name("Variable") | ast.Attribute(attr="Variable"), [tensor, *_]
+            ) if any(is_self(each, name) for each in ast.walk(tensor)):
+                edits.append(source.replace(call, source.code(tensor)))
     return edits
 
 
@@ -294,8 +287,7 @@ def learned_embedding(site: Site) -> Iterator[Edits]:
         if init is None:
             continue
         for call in source.nodes(ast.Call, cls):
-            is_wave = any(map(_has_sine, functions(site, called(call))))
-            if is_wave and source.parent(call, ast.FunctionDef) is not init:
+            if source.parent(call, ast.FunctionDef) is not init and _is_wave(site, call):
                 yield from _looked_up(site, source, init, call)
 
 
@@ -348,7 +340,8 @@ def _new_embeddings(
 def embedding_for_module(site: Site) -> Iterator[Edits]:
     """Build an embedding in place of a module that computes its table in `forward`."""
     for other, cls in site.every(ast.ClassDef):
-        if not _has_sine(cls) and not _has_wave(site, other, cls):
+        calls = other.nodes(ast.Call, cls)
+        if not _has_sine(cls) and not any(_is_wave(site, call) for call in calls):
             continue
         for source, built in calls_of(site, cls.name):
             init, statement = source.parent(built, ast.FunctionDef), source.parents[built]

@@ -136,12 +136,12 @@ def own_value(site: Site) -> Iterator[Edits]:
             for passed in reversed(call.args):
                 if isinstance(passed, ast.Name) and passed.id != name:
                     yield [source.replace(passed, name)]
-    stored: set[str] = set()
+    stores = [n for n in source.nodes(ast.Name, function) if isinstance(n.ctx, ast.Store)]
     for assignment in source.nodes(ast.Assign, function):
-        if (name := variable(assignment)) in stored:
+        name = variable(assignment)
+        if any(node.id == name and node.lineno < assignment.lineno for node in stores):
             for other in source.nodes(ast.Name, assignment.value)[:1]:
                 yield [source.replace(other, name)]
-        stored |= variables(assignment, ast.Store)
     yield from unused_module(site)
 
 
