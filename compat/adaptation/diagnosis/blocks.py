@@ -567,16 +567,20 @@ def _ends_of_branches(
         (layer.attn, layer.attn_sum, f"h.{i}.ln_1", f"h.{i}.attn", f"h.{i}.resid_mid"),
         (layer.mlp, layer.mlp_sum, f"h.{i}.ln_2", f"h.{i}.mlp", f"h.{i}.out"),
     ):
-        has_own = branch in places.extra or norm in places.on_output  # extra_ln, norm_on_output
-        has_own = has_own or branch in context.learned_factors  # random_parameters
-        has_own = has_own or (end is layer.mlp and i in context.late_activations)
-        if (
-            total.shortcut is not None
-            and end in context.graph.ancestors[total.branch]
-            and not (
-                has_own or (end is layer.mlp and (layer.unknown or layer.extra or layer.is_gated))
-            )
-        ):
+        # These have findings of their own.
+        named = [
+            branch in places.extra,
+            norm in places.on_output,
+            branch in context.learned_factors,
+        ]
+        if end is layer.mlp:
+            named += [
+                i in context.late_activations,
+                bool(layer.unknown or layer.extra),
+                layer.is_gated,
+            ]
+        is_added = total.shortcut is not None and end in context.graph.ancestors[total.branch]
+        if is_added and not any(named):
             yield end, total.branch, branch, after, "the residual sum"
 
 
