@@ -222,6 +222,21 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "extra_operation",
         "keys = F.relu(self.W_key(x))",
     ),
+    "values that are activated": (
+        [("values = self.W_value(x)", "values = F.relu(self.W_value(x))")],
+        "extra_operation",
+        "values = F.relu(self.W_value(x))",
+    ),
+    "positions that are normalized": (
+        [
+            (
+                "self.pos_emb(torch.arange(T, device=ids.device))",
+                "F.normalize(self.pos_emb(torch.arange(T, device=ids.device)), dim=-1)",
+            )
+        ],
+        "other_embedding",
+        "F.normalize(self.pos_emb(",
+    ),
     "the query alone is normalized": (
         [("queries = self.W_query(x)", "queries = F.layer_norm(self.W_query(x), (C,))")],
         "extra_operation",
@@ -823,7 +838,8 @@ BY_OWN_OPERATIONS = [
     "batch norms", "instance norms", "a group norm",
     "positions that are subtracted",
     "no query projection", "no key projection", "no value projection, and fewer biases",
-    "an activation after attention", "a number that the next norms remove",
+    "values that are activated", "an activation after attention",
+    "a number that the next norms remove",
     "queries that are clamped", "a norm before the activation", "a norm after the activation",
     "half of the last hidden states", "hidden states of the token before", "half of the activation",
 ]  # fmt: skip

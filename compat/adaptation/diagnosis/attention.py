@@ -215,6 +215,18 @@ class LayerAttention:
         return not self.adds_relative_scores and all(each is None for each in known)
 
     @cached_property
+    def changes_values(self) -> bool:
+        """Whether the heads are not the products of the weights with the projected values."""
+        formula = self.context.attention_formulas[self.i]
+        if formula is None:
+            return False
+        piece = AttentionPiece(self.graph, self.attention)
+        q, k, v = piece.random(0), piece.keys(1), piece.values(2)
+        scores = q @ k.mT / self.attention.prescale
+        expected = formula.probabilities(scores) @ v
+        return not torch.allclose(piece.heads(q, k, v), expected, rtol=1e-4, atol=1e-5)
+
+    @cached_property
     def changed_projections(self) -> list[Node]:
         """The operations that change q, k or v between their projections and their products.
 
@@ -222,11 +234,14 @@ class LayerAttention:
         """
         if not self.attention.indirect:
             return [n for n in self.before if kind(n) in ACTIVATIONS]
+        changing = [n for n in self.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
+        if self.context.attention_formulas[self.i] is not None:
+            operands = [op.v.node for op in self.layer.attention_ops]
+            of_values = {*self.graph.on_paths(self.attention.v.nodes, operands)}
+            return [n for n in changing if n in of_values] if self.changes_values else []
         if not self.is_unknown or self.is_softmaxed_twice or self.op.others:
             return []
-        if self.is_transposed or self.first_nan is not None:
-            return []
-        return [n for n in self.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
+        return [] if self.is_transposed or self.first_nan is not None else changing
 
     @cached_property
     def attends_to_later_tokens(self) -> bool:

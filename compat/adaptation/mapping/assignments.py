@@ -925,11 +925,15 @@ def embedding_of(anatomy: Anatomy, table: Node, positions: Node | None) -> Embed
     if positions is None:
         return EmbeddingFormula(scale, 1.0, None, added, from_tokens)
     factor = (only(positions) - constant).reshape(-1)[0].item()
-    if factor == 0:
-        return EmbeddingFormula(scale, 1.0, None, added, from_tokens)
     C = view.index.shape[-1]
     shape = graph.values[positions].shape
     axis = _row_axis(shape, C)
+    filled = random_values(shape)
+    vectors, sums = filled.movedim(axis, 0).reshape(-1, C), only(positions, filled) - constant
+    if factor == 0:
+        if not torch.allclose(sums, torch.zeros_like(sums)):
+            return None  # something else is computed from the positions, such as their norm
+        return EmbeddingFormula(scale, 1.0, None, added, from_tokens)
     broadcast = [-1 if i == axis else 1 for i in range(len(shape))]
     number = torch.arange(shape[axis], dtype=torch.float64).view(broadcast).expand(shape)
     row = (only(positions, number) - constant) / factor
@@ -939,10 +943,11 @@ def embedding_of(anatomy: Anatomy, table: Node, positions: Node | None) -> Embed
         numbers = torch.arange(len(row), dtype=torch.float64)[:, None, None]
         if len(row) > 1 and torch.allclose(row, numbers.expand_as(row), atol=1e-4):
             return EmbeddingFormula(scale, factor, None, added, by_batch=True)
-        rows = row[0, :, 0].round()
-        if not torch.allclose(row, rows[:, None].expand_as(row), atol=1e-4):
+        rows = row[0, :, 0].round().long()
+        known = torch.allclose(row, rows[:, None].double().expand_as(row), atol=1e-4)
+        if not known or not torch.allclose(sums, (factor * vectors[rows]).expand_as(sums)):
             return None
-        return EmbeddingFormula(scale, factor, None, added, rows=tuple(map(int, rows.tolist())))
+        return EmbeddingFormula(scale, factor, None, added, rows=tuple(rows.tolist()))
     return EmbeddingFormula(scale, factor, offset, added)
 
 
