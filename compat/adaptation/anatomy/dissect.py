@@ -628,7 +628,13 @@ class _Dissection:
         unknown = rest if fc is None else []
         if out_projs:  # the single one, or where those of several heads are joined
             wanted = set(out_projs)
-            joined = next(n for n in index.live if wanted <= above[n] | {n})
+            joined = next((n for n in index.live if wanted <= above[n] | {n}), None)
+            if joined is None:
+                raise UnknownPart(
+                    f"layer {i}: the results of the {len(wanted)} projections of attention"
+                    f"{self.graph.at(*out_projs)} are not combined",
+                    out_projs,
+                )
             projected = self._with_bias(self._summed(joined))
         else:
             projected = self._joined_heads(attention_ops)

@@ -682,7 +682,7 @@ def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
 
 @deviation(
     "{found}, but GPT-2 computes them as the softmax of the masked and scaled scores q·kᵀ",
-    "weights = scores.masked_fill(mask, float('-inf')).softmax(dim=-1)",
+    'weights = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)',
 )
 @each_layer
 def other_attention(layer: LayerAttention) -> Deviation | None:
@@ -702,7 +702,7 @@ def other_attention(layer: LayerAttention) -> Deviation | None:
     elif layer.is_transposed:
         found = "the weights of the values are transposed before they are multiplied with v"
     elif layer.attention.indirect:
-        found = "the weights of the values depend on further tokens than the query and its keys"
+        found = "the weights of the values depend on other tokens than the query and the keys"
     else:
         found, lines = "the weights of the values have an unknown formula", [layer.scores_line]
     return replace(layer.deviation(lines[0], layer.own_attention, found=found), lines=lines)
@@ -710,7 +710,7 @@ def other_attention(layer: LayerAttention) -> Deviation | None:
 
 @deviation(
     "{found} computes NaN here, as in 0 · inf, so every logit is NaN",
-    "scores = scores.masked_fill(mask, float('-inf'))",
+    'scores = scores.masked_fill(mask, float("-inf"))',
 )
 @each_layer
 def nan_scores(layer: LayerAttention) -> Deviation | None:

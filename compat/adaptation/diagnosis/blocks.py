@@ -28,6 +28,7 @@ from compat.adaptation.diagnosis.shifts import shifted_tokens
 from compat.adaptation.mapping.linear_maps import function_between, token_view
 from compat.adaptation.tracing.contractions import SDPA, contraction
 from compat.adaptation.tracing.graph import (
+    DRAWS,
     MOVES,
     SHIFTS,
     Place,
@@ -580,7 +581,7 @@ def _ends_of_branches(
                 layer.is_gated,
             ]
         is_added = total.shortcut is not None and end in context.graph.ancestors[total.branch]
-        if is_added and not any(named):
+        if is_added and not layer.parallel and not any(named):
             yield end, total.branch, branch, after, "the residual sum"
 
 
@@ -598,6 +599,8 @@ def _operations(
         return None  # doubled_residual
     if any(kind(n) in SDPA or contraction(n) is not None for n in nodes):
         return None  # extra_projection, or cross_attention
+    if any(kind(n) in DRAWS for n in graph.between([end], [start])):
+        return None  # dropout_always_on, or random_in_forward
     if before != HEAD and any(kind(n) in SHIFTS for n in nodes):
         if shifted_tokens(graph, start, Operand(end, (), 1, 2)):
             return None  # time_shift

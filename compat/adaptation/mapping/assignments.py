@@ -944,8 +944,10 @@ def embedding_of(anatomy: Anatomy, table: Node, positions: Node | None) -> Embed
         if len(row) > 1 and torch.allclose(row, numbers.expand_as(row), atol=1e-4):
             return EmbeddingFormula(scale, factor, None, added, by_batch=True)
         rows = row[0, :, 0].round().long()
-        known = torch.allclose(row, rows[:, None].double().expand_as(row), atol=1e-4)
-        if not known or not torch.allclose(sums, (factor * vectors[rows]).expand_as(sums)):
+        same = torch.allclose(row, rows[:, None].double().expand_as(row), atol=1e-4)
+        if not same or rows.min() < 0 or rows.max() >= len(vectors):
+            return None
+        if not torch.allclose(sums, (factor * vectors[rows]).expand_as(sums)):
             return None
         return EmbeddingFormula(scale, factor, None, added, rows=tuple(rows.tolist()))
     return EmbeddingFormula(scale, factor, offset, added)
