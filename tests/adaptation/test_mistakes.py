@@ -1140,6 +1140,40 @@ def test_a_table_that_is_computed_from_two_parameters_is_an_unknown_part(
     assert "F.embedding(ids" in (found.source_line or "")
 
 
+NORMALIZED: Edits = [
+    (
+        "        scores = queries @",
+        "        queries, keys = (F.normalize(x, dim=-1) for x in (queries, keys))\n"
+        "        scores = queries @",
+    )
+]
+CLAMPED: Edits = [
+    ("x = self.att(x)\n        x = x + shortcut", "x = (self.att(x) + shortcut).clamp(-1, 1)")
+]
+
+
+@pytest.mark.parametrize(
+    ("edits", "codes"),
+    [
+        ([*MISTAKES["no key projection"][0], *MISTAKES["a norm after the activation"][0]],
+         {"no_qkv_projection", "extra_ln"}),
+        ([*MISTAKES["batch norms"][0], *MISTAKES["ids in reversed order"][0]],
+         {"other_norm", "time_shift"}),
+        ([*MISTAKES["queries that are clamped"][0], *MISTAKES["half of the activation"][0]],
+         {"extra_operation", "other_activation"}),
+        ([*MISTAKES["a gate of the MLP's result"][0], *MISTAKES["a norm before the activation"][0]],
+         {"extra_projection", "random_parameters", "extra_ln"}),
+        ([("values = self.W_value(x)", "values = x"), *NORMALIZED],
+         {"no_qkv_projection", "qk_norm"}),
+        ([*MISTAKES["a norm before the activation"][0], *CLAMPED], {"extra_ln", "extra_operation"}),
+    ],
+)  # fmt: skip
+def test_two_mistakes_do_not_hide_each_other(
+    tiny: Path, tmp_path: Path, edits: Edits, codes: set[str]
+) -> None:
+    assert {f.code for f in adapted(tiny, tmp_path, edits).deviations} == codes
+
+
 def test_the_first_token_that_sees_other_tokens_is_shown(tiny: Path, tmp_path: Path) -> None:
     """Up to token 7, windows of eight tokens hide nothing."""
     blocks = "torch.arange(context)[:, None] // 8 != torch.arange(context) // 8"
@@ -1148,6 +1182,11 @@ def test_the_first_token_that_sees_other_tokens_is_shown(tiny: Path, tmp_path: P
     found = only_finding(adaptation, "mask_off")
     assert "token 8 attends to token 8 only, but in GPT-2 it" in found.message
     assert found.evidence.startswith("confirmed")
+
+
+def test_a_factor_of_one_is_not_an_operation(tiny: Path, tmp_path: Path) -> None:
+    edits = [("return self.head(x)", "return self.head(x * 1.0)"), (GELU, "F.gelu(self.up(x))")]
+    assert {f.code for f in adapted(tiny, tmp_path, edits).deviations} == {"erf_gelu"}
 
 
 def test_a_stream_that_is_added_to_itself_is_not_blamed_on_an_operation_in_place(

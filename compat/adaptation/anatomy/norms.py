@@ -304,7 +304,8 @@ def _inside_mlps(anatomy: Anatomy) -> dict[str, Norm]:
     """Return the norms beside the activations of MLPs with two projections."""
     graph, found = anatomy.graph, dict[str, Norm]()
     for i, layer in enumerate(anatomy.layers):
-        if layer.mlp_proj is None or layer.is_gated or layer.extra:
+        further = {*layer.extra} & {*graph.between([layer.act], [layer.fc_end])}
+        if layer.mlp_proj is None or layer.is_gated or further:
             continue
         for norm in norms_between(graph, layer.fc_end, layer.act):
             after = graph.on_paths([norm.end], [layer.act])

@@ -131,8 +131,8 @@ def to_findings(
     changes = sum(deviation.changes is not None for deviation in found)
     for deviation, alone in zip(found, counterfactual.alone, strict=True):
         changed = deviation.changes is not None
-        unknown = deviation.code in UNKNOWN_FORMULAS and deviation.tap not in failed
-        if unknown and changed and alone < 1e-12:
+        only_inside = deviation.code == "extra_operation" and deviation.tap in failed
+        if deviation.code in UNKNOWN_FORMULAS and changed and alone < 1e-12 and not only_inside:
             continue  # it computes the same
         severity = deviation.severity or CODES[deviation.code].severity
         can_drift = changed and deviation.code not in (*UNKNOWN_FORMULAS, "softmax_output")

@@ -338,13 +338,10 @@ def _assign_layer(
     def qkv() -> dict[str, Assignment]:
         x1 = view(layer.x1, "the input of q, k and v")
         operands = (attention.q, attention.k, attention.v)
-        maps = _qkv_maps(graph, x1, attention)
-        if maps is None and layer.raw is not None:
-            maps = _maps_of_two_inputs(
-                graph, x1, view(layer.raw, "the input of q, k or v"), attention
-            )
+        raw = None if layer.raw is None else view(layer.raw, "the input of q, k or v")
+        maps = _qkv_maps(graph, x1, raw, attention)
         if maps is None and partial and _start_at_projections(anatomy, layer, attention):
-            maps = _qkv_maps(graph, x1, attention)
+            maps = _qkv_maps(graph, x1, raw, attention)
         if maps is None and all(_is_same_for_heads(graph, x1, o) for o in operands):
             raise _shared(graph, "the heads of q, k and v", layer.qkv)
         if maps is None:
@@ -415,8 +412,20 @@ def _assign_layer(
     return assigned, unknown
 
 
-def _qkv_maps(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] | None:
-    """Return the maps from the projections' input to q, k and v; None if one is not linear."""
+def _qkv_maps(
+    graph: Graph, x1: View, raw: View | None, attention: Attention
+) -> list[LinearMap] | None:
+    """Return the maps from the projections' input to q, k and v; None if one is not linear.
+
+    Some of them may be projected from `raw` instead.
+    """
+    maps = _maps_of_one_input(graph, x1, attention)
+    return (
+        maps if raw is None or maps is not None else _maps_of_two_inputs(graph, x1, raw, attention)
+    )
+
+
+def _maps_of_one_input(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] | None:
     maps, unprojected = list[LinearMap](), ""
     for letter, operand in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
         target = merged(operand)
@@ -525,6 +534,8 @@ def _start_at_projections(anatomy: Anatomy, layer: Layer, attention: Attention) 
             for source in sources
             if (used := _channels_of_heads(graph, source, operand)) is not None
         ]
+        if not ends:  # it is not projected
+            whole = [operand]
         views += whole if len(whole) == 1 else _heads_of_projections(graph, sources, operand)
     if len(views) != 3:
         return False
