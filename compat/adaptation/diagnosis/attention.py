@@ -533,14 +533,13 @@ def changed_heads(layer: LayerAttention) -> Deviation | None:
 
 
 @deviation(
-    "{found}, so attention reads its input there, but GPT-2 projects q, k and v",
+    "the input of attention is used as {found} without a projection, but GPT-2 projects q, k and v",
     "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
 )
 @each_layer
 def no_qkv_projection(layer: LayerAttention) -> Deviation | None:
     if not (letters := layer.attention.unprojected):
         return None
-    found = f"{listed([*letters])} {'is' if len(letters) == 1 else 'are'} not projected"
     operands = [getattr(layer.op, letter).node for letter in letters]
     place = source.running(layer.graph, layer.graph.on_paths([layer.layer.x1], operands))
     name, weights = f"h.{layer.i}.attn.c_attn", dict[str, Tensor | None]()
@@ -552,7 +551,7 @@ def no_qkv_projection(layer: LayerAttention) -> Deviation | None:
             for letter in absent:
                 parts["qkv".index(letter)] = empty(parts[0].shape[-1], dtype=parts[0].dtype)
             weights[hf] = torch.cat(parts, dim=-1)
-    values = {"found": found, "n_embd": layer.context.config.n_embd}
+    values = {"found": listed([*letters]), "n_embd": layer.context.config.n_embd}
     tap = f"h.{layer.i}.{letters[0]}"
     return Deviation(tap, place, values, Changes(weights=weights))
 
@@ -681,7 +680,8 @@ def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "{found}, but GPT-2 computes them as the softmax of the masked and scaled scores q·kᵀ",
+    "the weights of the values {found}, but GPT-2 computes them as the softmax of the masked and "
+    "scaled scores q·kᵀ",
     'weights = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)',
 )
 @each_layer
@@ -694,17 +694,17 @@ def other_attention(layer: LayerAttention) -> Deviation | None:
         scores = [*layer.op.others, *([layer.op.scores] if layer.op.scores else [])]
         lines += map(layer.graph.place, scores)
         found = (
-            f"the weights of the values are computed from {1 + len(layer.op.others)} products of "
-            "queries and keys, as in differential attention"
+            f"are computed from {1 + len(layer.op.others)} products of queries and keys, as in "
+            "differential attention"
         )
     elif layer.first_nan is not None:
         return None
     elif layer.is_transposed:
-        found = "the weights of the values are transposed before they are multiplied with v"
+        found = "are transposed before they are multiplied with v"
     elif layer.attention.indirect:
-        found = "the weights of the values depend on other tokens than the query and the keys"
+        found = "depend on other tokens than the query and the keys"
     else:
-        found, lines = "the weights of the values have an unknown formula", [layer.scores_line]
+        found, lines = "have a formula that is unknown to compat", [layer.scores_line]
     return replace(layer.deviation(lines[0], layer.own_attention, found=found), lines=lines)
 
 

@@ -375,11 +375,11 @@ def input_shape(context: DiagnosisContext) -> Iterator[Deviation]:
 RESHAPES = {
     "(B·T, V)": (
         r"(view|reshape)\(-1, |flatten\(0, 1\)|(view|reshape)\(\w+ ?\* ?\w+, ",
-        "logits.view(B, T, V)",
+        "view(B, T, V)",
     ),
     "(B, V, T)": (
         r"(return|logits|out\w*)\b.*(transpose\(|permute\(|\.mT\b)",
-        "logits.transpose(1, 2)",
+        "transpose(1, 2)",
     ),
 }
 
@@ -387,12 +387,12 @@ RESHAPES = {
 @deviation(
     "the model returns logits of shape {found}, but GPT-2 returns (B, T, V), so compat reshaped "
     "them",
-    "{fix}",
+    "logits.{how}",
     severity="info",
 )
 def output_shape(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.output_shape and not context.with_targets:
-        pattern, fix = RESHAPES[context.output_shape]
+        pattern, how = RESHAPES[context.output_shape]
         place = source.running(context.graph, [context.anatomy.head])
         place = source.matching(context.model, pattern) or place
-        yield Deviation(None, place, {"found": context.output_shape, "fix": fix})
+        yield Deviation(None, place, {"found": context.output_shape, "how": how})

@@ -294,9 +294,11 @@ def _unknown(code: str) -> Detector:
 
 
 detects("shared_parameters")(_unknown("shared_parameters"))
-deviation("{found}", "Rewrite this part as GPT-2 computes it.", code="unknown_part")(
-    _unknown("unknown_part")
-)
+deviation(
+    "compat does not know this part: {found}",
+    "Rewrite this part as GPT-2 computes it.",
+    code="unknown_part",
+)(_unknown("unknown_part"))
 deviation(
     "q, k or v is projected twice{like}, but GPT-2 projects each of them once",
     "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
