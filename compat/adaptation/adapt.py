@@ -619,8 +619,10 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
 def _survey(run: _Run, error: UnknownPart) -> Adaptation:
     """Report the deviations that the graph shows, without a map. The model keeps its weights."""
     graph = to_graph(run.model, run.call, run.ids)
-    unused = error.code == NO_ATTENTION and not any(kind(n) in SOFTMAXES for n in graph.live)
-    attention = attention_at(run.model, run.call, run.ids) if unused else []
+    of_scores = (n for n in graph.live if size(n)[-2:] == 2 * (run.ids.shape[1],))
+    is_used = any(kind(node) in SOFTMAXES for node in of_scores)
+    has_none = error.code == NO_ATTENTION and not is_used
+    attention = attention_at(run.model, run.call, run.ids) if has_none else []
     findings = survey(graph, run.model, run.config, error, attention)
     tied = {HEAD} if run.config.tie_word_embeddings else set()
     names = [name for name in run.checkpoint.infos if name not in tied]
@@ -688,10 +690,10 @@ def _signature(
 ) -> tuple[CallSignature, Tensor]:
     """Return how to call the model, and on which ids.
 
-    If these ids fail, the model is called on full length, on a length that the error names, on ids
-    below 16 that every table has, on
-    32-bit ids, on ids that are floating-point numbers, on one-hot vectors, on one sequence without
-    the axis of the batch, and on the numbers of sequences that it may expect, also of full length.
+    If these ids fail, the model is called on full length, on ids below 16 that every table has, on
+    a length that the error names, on 32-bit ids, on ids that are floating-point numbers, on one-hot
+    vectors, on one sequence without the axis of the batch, and on the numbers of sequences that it
+    may expect, also of full length.
 
     Raises:
         AdaptError: none of them works.

@@ -756,10 +756,7 @@ def _passes_on(cls: type, keywords: str) -> bool:
         source = inspect.getsource(vars(cls)["__init__"])
     except (OSError, TypeError):
         return True
-    return (
-        source.count(f"**{keywords}") > 1
-        or re.search(rf"(?<!\*)\b{keywords}\b", source) is not None
-    )
+    return len(re.findall(rf"\b{keywords}\b", source)) > 1  # the first is in the signature
 
 
 def _arguments(

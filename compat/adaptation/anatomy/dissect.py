@@ -180,7 +180,7 @@ class Layer:
     def has_mlp(self) -> bool:
         return self.fc is not None or bool(self.unknown)
 
-    def activated(self, graph: Graph) -> list[tuple[Node, Node]]:
+    def activation_spans(self, graph: Graph) -> list[tuple[Node, Node]]:
         """Return the nodes before and after each place of an activation, the first one first.
 
         There is one, between `fc_end` and `act`, unless the MLP has more than two projections.

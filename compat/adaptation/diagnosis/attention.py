@@ -214,12 +214,13 @@ class LayerAttention:
         known = (self.mask_value, self.added_mask, self.shift, self.pairwise)
         return not self.adds_relative_scores and all(each is None for each in known)
 
-    @cached_property
-    def changes_values(self) -> bool:
-        """Whether the heads are not the products of the weights with the projected values."""
-        formula = self.context.attention_formulas[self.i]
-        if formula is None:
-            return False
+    @property
+    def has_other_formula(self) -> bool:
+        """Whether the weights have no known formula, and are not the softmax of a softmax."""
+        return self.is_unknown and not self.is_softmaxed_twice
+
+    def _changes_values(self, formula: AttentionFormula) -> bool:
+        """Return whether the heads are not the products of the weights with the projections."""
         piece = AttentionPiece(self.graph, self.attention)
         q, k, v = piece.random(0), piece.keys(1), piece.values(2)
         scores = q @ k.mT / self.attention.prescale
@@ -235,11 +236,11 @@ class LayerAttention:
         if not self.attention.indirect:
             return [n for n in self.before if kind(n) in ACTIVATIONS]
         changing = [n for n in self.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
-        if self.context.attention_formulas[self.i] is not None:
+        if (formula := self.context.attention_formulas[self.i]) is not None:
             operands = [op.v.node for op in self.layer.attention_ops]
             of_values = {*self.graph.on_paths(self.attention.v.nodes, operands)}
-            return [n for n in changing if n in of_values] if self.changes_values else []
-        if not self.is_unknown or self.is_softmaxed_twice or self.op.others:
+            return [n for n in changing if n in of_values and self._changes_values(formula)]
+        if not self.has_other_formula or self.op.others:
             return []
         return [] if self.is_transposed or self.first_nan is not None else changing
 
@@ -686,7 +687,7 @@ def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
 )
 @each_layer
 def other_attention(layer: LayerAttention) -> Deviation | None:
-    if not layer.is_unknown or layer.is_softmaxed_twice or layer.changed_projections:
+    if not layer.has_other_formula or layer.changed_projections:
         return None
     place = layer.graph.place(layer.op.product)
     lines = [place]
@@ -714,7 +715,7 @@ def other_attention(layer: LayerAttention) -> Deviation | None:
 )
 @each_layer
 def nan_scores(layer: LayerAttention) -> Deviation | None:
-    if not layer.is_unknown or layer.is_softmaxed_twice or layer.op.others:
+    if not layer.has_other_formula or layer.op.others:
         return None
     if (node := layer.first_nan) is None:
         return None

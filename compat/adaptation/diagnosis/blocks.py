@@ -86,7 +86,9 @@ def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
     """Return the line that builds or computes the activation, or else that calls the MLP."""
     graph, layer = context.graph, context.anatomy.layers[i]
     inside = (
-        n for start, end in layer.activated(graph) for n in graph.live_between([end], [start])
+        n
+        for start, end in layer.activation_spans(graph)
+        for n in graph.live_between([end], [start])
     )
     nodes = [n for n in inside if kind(n) not in MOVES]
     if layer.unknown:

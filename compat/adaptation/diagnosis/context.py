@@ -143,7 +143,7 @@ class DiagnosisContext:
             else:
                 before = self.places.extra.get(f"h.{i}.fc")
                 after = self.places.extra.get(f"h.{i}.act")
-                places = layer.activated(graph)
+                places = layer.activation_spans(graph)
                 if before is not None or after is not None:
                     start = layer.fc_end if before is None else before.end
                     places = [(start, layer.act if after is None else after.start)]

@@ -88,7 +88,7 @@ def diagnose(
     own_error = torch.finfo(reference.dtype).eps
     if exact is not None:
         own_error = counterfactual.relative_rms(expected["logits"].double(), exact["logits"])
-    findings = to_findings(found, result, own_error, report)
+    findings = to_findings(found, result, own_error)
     findings += leftovers(context, taps, found, result, findings, report, logits)
     if any(f.tap == "logits" and f.code == "unexplained" for f in findings):
         findings = fused_kernels(findings, model, call, reference, context)

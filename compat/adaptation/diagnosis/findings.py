@@ -33,7 +33,7 @@ from compat.user_code import exception_summary, users_frames
 from compat.user_models.eval_mode import eval_mode
 
 # Deviations whose formula is not known, which may compute the same as GPT-2's.
-UNKNOWN_FORMULAS = {"extra_operation", "other_attention", "other_norm"}
+UNKNOWN_FORMULAS = {"other_attention", "other_norm"}
 
 
 def finding(deviation: Deviation, severity: Severity, evidence: str) -> Finding:
@@ -112,10 +112,7 @@ def unregistered(model: nn.Module, lists: Sequence[PlainList]) -> list[Finding]:
 
 
 def to_findings(
-    found: Sequence[Deviation],
-    counterfactual: Counterfactual,
-    own_error: float,
-    report: ParityReport | None,
+    found: Sequence[Deviation], counterfactual: Counterfactual, own_error: float
 ) -> list[Finding]:
     """Return a finding for every deviation.
 
@@ -124,18 +121,16 @@ def to_findings(
         counterfactual: what the reference computes with them.
         own_error: the relative RMS error of the reference's logits against float64. A deviation
             that moves the logits by at most twice as much is drift.
-        report: the comparison of taps, or None if the logits have another shape.
     """
     findings = []
-    failed = {tap.tap for tap in report.taps if not tap.passed} if report is not None else set()
     changes = sum(deviation.changes is not None for deviation in found)
     for deviation, alone in zip(found, counterfactual.alone, strict=True):
         changed = deviation.changes is not None
-        only_inside = deviation.code == "extra_operation" and deviation.tap in failed
-        if deviation.code in UNKNOWN_FORMULAS and changed and alone < 1e-12 and not only_inside:
+        if deviation.code in UNKNOWN_FORMULAS and changed and alone < 1e-12:
             continue  # it computes the same
         severity = deviation.severity or CODES[deviation.code].severity
-        can_drift = changed and deviation.code not in (*UNKNOWN_FORMULAS, "softmax_output")
+        exact = {*UNKNOWN_FORMULAS, "extra_operation", "softmax_output"}
+        can_drift = changed and deviation.code not in exact
         if severity == "breaks" and can_drift and alone <= 2 * own_error:
             severity = "drifts"
         evidence = _evidence(deviation, severity, alone, counterfactual, changes)

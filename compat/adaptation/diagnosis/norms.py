@@ -201,11 +201,7 @@ def other_norm(context: DiagnosisContext) -> Iterator[Deviation]:
             return None
         kinds = map(kind, context.graph.between([norm.end], [norm.start]))
         name = next((OTHER_NORMS[each] for each in kinds if each in OTHER_NORMS), "")
-        found = (
-            f"is a {name}".replace("a I", "an I")
-            if name
-            else "has a formula that is unknown to compat"
-        )
+        found = f"is {name}" if name else "has a formula that is unknown to compat"
         return {"found": found, "n_embd": config.n_embd, "expected": config.layer_norm_epsilon}
 
     return norms_where(context, differs)

@@ -40,14 +40,17 @@ def shifted_ids(graph: Graph, embed: Node) -> float:
     if view is None:
         return 0
     T, one = graph.shape[1], graph.example
-    distances = []
-    for place in (T // 2, 1):
+    before = view.read(graph.run(view.nodes, {graph.input: one}))
+
+    def distance(place: int) -> int:
         two = one.clone()
         two[:, place] = one[:, place].roll(1) if len(set(one[:, place].tolist())) > 1 else one[:, 0]
-        before, after = (view.read(graph.run(view.nodes, {graph.input: ids})) for ids in (one, two))
-        distances.append(_distance(before, after, 1, place))
-    mirrored = [T - 1 - 2 * (T // 2), T - 3]
-    return REVERSED if distances == mirrored and T > 4 else distances[0]
+        return _distance(before, view.read(graph.run(view.nodes, {graph.input: two})), 1, place)
+
+    middle = T // 2
+    found = distance(middle)
+    is_mirrored = T > 4 and found == T - 1 - 2 * middle and distance(1) == T - 3
+    return REVERSED if is_mirrored else found
 
 
 def _distance(before: Tensor, after: Tensor, axis: int, place: int) -> int:

@@ -53,11 +53,11 @@ SHAPE_ONLY = frozenset(
 RMS_NORMS = frozenset({"rms_norm", "_fused_rms_norm"})
 # Kernels of norms that are not over the channels of each token, and their names.
 OTHER_NORMS = {
-    "batch_norm": "BatchNorm",
-    "_native_batch_norm_legit_no_training": "BatchNorm",
-    "instance_norm": "InstanceNorm",
-    "group_norm": "GroupNorm",
-    "native_group_norm": "GroupNorm",
+    "batch_norm": "a BatchNorm",
+    "_native_batch_norm_legit_no_training": "a BatchNorm",
+    "instance_norm": "an InstanceNorm",
+    "group_norm": "a GroupNorm",
+    "native_group_norm": "a GroupNorm",
 }
 NORM_KERNELS = RMS_NORMS | OTHER_NORMS.keys() | {"layer_norm", "native_layer_norm"}
 
