@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -168,3 +169,32 @@ def test_a_command_without_its_source_exits_with_2(cli: Cli, command: str) -> No
     done = cli(command, *NEED_A_SOURCE[command])
     assert (done.code, done.out) == (2, "")
     assert "SOURCE" in done.err
+
+
+def resident_after_freeing(command: str) -> int:
+    """Return how many bytes stay in the process after 64 MiB were allocated, written and freed."""
+    done = python("-c", f"""
+import ctypes
+from compat.cli import main
+try:
+    {command}
+except SystemExit:
+    pass
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+before, size = resident(), 64 * 2**20
+block = libc.malloc(size)
+ctypes.memset(block, 1, size)
+libc.free(block)
+print(resident() - before)
+""")  # fmt: skip
+    return int(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_the_process_of_a_command_keeps_freed_memory() -> None:
+    assert resident_after_freeing("main(['--version'])") > 60 * 2**20
+    assert resident_after_freeing("pass") < 4 * 2**20  # what glibc does by itself

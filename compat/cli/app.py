@@ -19,6 +19,7 @@ from compat.cli.generate import generate_command
 from compat.cli.golden import golden_command
 from compat.cli.inspect import inspect_command
 from compat.cli.load import load_command
+from compat.cli.memory import keep_freed_memory
 from compat.cli.output import never_fail_to_encode
 from compat.cli.pack import pack_command
 from compat.cli.parity import parity_command
@@ -71,6 +72,7 @@ def _options(
 def run(argv: list[str]) -> None:
     """Run a command and exit."""
     never_fail_to_encode()
+    keep_freed_memory()
     try:
         app(args=argv, prog_name="gpt2-compat")
     except Exception as error:  # raised outside the commands, for example while options are parsed
