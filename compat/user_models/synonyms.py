@@ -66,7 +66,7 @@ _PATTERNS = {
     "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?hid(dens?)?{_SIZE}?)?|nhid"
     rf"|(pf|fc|ffnn|feedfwd|fwd|forward|filter|mid(dle)?){_SIZE}|(d|dim)(pf|fc|ffnn|mid)", "n_embd":
     rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
-    rf"|(model|residual|input|tok(en)?|feature|vec(tor)?|latent|channel){_SIZE}"
+    rf"|(model|residual|input|tok(en)?|feature|vec(tor)?|latent|chan(nel)?){_SIZE}"
     rf"|{_N}dims?|{_N}(channels|features)|n?width|nstate"
     r"|ninp|emsize|normalizedshape|d(in|out)",
 }  # fmt: skip

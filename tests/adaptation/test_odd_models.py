@@ -1027,6 +1027,97 @@ def test_differential_attention_is_reported(tiny: Path) -> None:
     assert "from 2 products of queries and keys" in found.message
 
 
+class WideDifferential(Block):
+    """Each product of queries and keys reads a half of projections of their own."""
+
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner)
+        self.q, self.k = (nn.Linear(emb_dim, 2 * emb_dim) for _ in range(2))
+        self.v = nn.Linear(emb_dim, emb_dim)
+        self.gate = nn.Parameter(torch.ones(emb_dim))
+
+    def attend(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = (
+            f(x).view(B, T, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        (q1, q2), (k1, k2) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
+        hidden = torch.ones(T, T).triu(1).bool()
+        one, two = (
+            (a @ b.mT / 6**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+            for a, b in ((q1, k1), (q2, k2))
+        )
+        out = (one - 0.3 * two) @ v
+        return self.gate * self.proj(out.transpose(1, 2).reshape(B, T, C))
+
+
+class MixedEmbedding(GPT):
+    """The embedding is added to an activated convolution of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing, self.gamma = nn.Conv1d(24, 24, 3, padding=1), nn.Parameter(torch.tensor(0.5))
+        self.blocks = nn.ModuleList(WideDifferential(24, 4, 96) for _ in range(3))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        x = super().embed(ids)
+        return x + self.gamma * torch.tanh(self.mixing(x.mT).mT)
+
+
+def test_each_deviation_of_a_differential_transformer_has_one_finding(tiny: Path) -> None:
+    findings = adapt(MixedEmbedding(), tiny).findings
+    breaking = [found.code for found in findings if found.severity == "breaks"]
+    assert sorted(breaking) == ["extra_operation", "other_attention"]
+    [gates] = [found for found in findings if found.code == "random_parameters"]
+    assert gates.severity == "info" and "learned factors (here 1)" in gates.message
+
+
+class OtherSizes(GPT):
+    """The width is fixed by the code, as is what the embeddings are computed from."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(emb_dim=48, vocab=12)
+        self.kind = kind
+        angles = torch.arange(32)[:, None] / 10000 ** (torch.arange(0, 48, 2) / 48)
+        self.register_buffer("pe", torch.stack([angles.sin(), angles.cos()], -1).flatten(1))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        x, T = self.wte(ids), ids.shape[1]
+        if self.kind == "no_pos":
+            return x
+        if self.kind == "pos_offset":
+            return x + self.wpe(torch.arange(1, T + 1))
+        return 7 * x + self.pe[:T] if self.kind == "sinusoidal_pos" else 7 * x + self.wpe.weight[:T]
+
+
+@pytest.mark.parametrize("kind", ["no_pos", "pos_offset", "sinusoidal_pos", "scaled_embedding"])
+def test_embeddings_of_other_sizes_are_examined(kind: str, tiny: Path) -> None:
+    adaptation = adapt(OtherSizes(kind), tiny)
+    found = {finding.code for finding in adaptation.deviations}
+    expected = {kind, "scaled_embedding"} if kind == "sinusoidal_pos" else {kind}
+    assert found - {"vocab_mismatch"} == {"n_embd_mismatch", *expected}
+    assert adaptation.parity is None and "because of n_embd_mismatch" in adaptation.why_unchecked
+
+
+class Stacked(GPT):
+    """torch's stack of post-norm layers has no norm after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(24, 4, 96, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 3)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        return self.head(self.blocks(self.embed(ids), mask))
+
+
+def test_the_stack_that_lacks_a_final_norm_is_named(tiny: Path) -> None:
+    [found] = [f for f in adapt(Stacked(), tiny).findings if f.code == "no_final_ln"]
+    lines = [linecache.getline(__file__, int(p.rpartition(":")[2])).strip() for p in found.also]
+    assert "self.blocks = nn.TransformerEncoder(layer, 3)" in lines
+
+
 class RMSNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1079,6 +1170,25 @@ def test_an_optional_mask_is_passed_and_reported(tiny: Path) -> None:
     assert found.source_line and "def forward" in found.source_line
 
 
+class NeededMask(OptionalMask):
+    """The optional mask is read, with an axis for each query."""
+
+    def forward(self, ids: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        assert attn_mask is not None
+        return super().forward(ids, attn_mask.tril())
+
+
+def test_an_optional_mask_that_is_needed_is_passed(tiny: Path) -> None:
+    assert adapt(noisy_model(NeededMask), tiny).compatible
+    with pytest.raises(AdaptError, match=r"attn_mask=ones\): AssertionError"):
+        adapt(RefusedMask(), tiny)
+
+
+class RefusedMask(OptionalMask):
+    def forward(self, ids: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        raise AssertionError
+
+
 class PositionsFromTokens(GPT):
     def embed(self, ids: Tensor) -> Tensor:
         tokens = self.wte(ids)
@@ -1107,3 +1217,44 @@ def test_an_embedding_that_is_multiplied_by_position_is_not_reported_as_scaled(t
     adaptation = adapt(noisy_model(MultipliedByPosition), tiny)
     found = {finding.code: finding for finding in adaptation.findings}
     assert found["other_embedding"].tap == "embed" and "scaled_embedding" not in found
+
+
+class GatedBlock(Block):
+    """A gated MLP, with the activation in one of several places."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(24, 4, 96)
+        self.kind = kind
+        self.gate, self.both = nn.Linear(24, 96, bias=kind != "ReLU"), nn.Linear(24, 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.ln_1(x))
+        return x + self.down(self.product(self.ln_2(x)))
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.kind == "GLU":
+            return F.glu(self.both(x))
+        if self.kind == "GELU":
+            one, two = self.both(x).chunk(2, dim=-1)
+            return one * F.gelu(two)
+        gate = self.gate(x)
+        if self.kind == "SiLU":
+            gate = gate * torch.sigmoid(gate)
+        return self.up(x) * (F.relu(gate) if self.kind == "ReLU" else gate)
+
+
+@pytest.mark.parametrize(
+    ("kind", "like"),
+    [
+        ("SiLU", "projections, one of them after SiLU, as in SwiGLU)"),
+        ("GELU", "projections, one of them after GELU, as in GEGLU)"),
+        ("ReLU", "projections, one of them after ReLU, as in ReGLU)"),
+        ("GLU", "projections, one of them after a sigmoid, as in GLU)"),
+        ("none", "projections), but"),
+    ],
+)
+def test_the_activation_of_a_gated_mlp_is_named(kind: str, like: str, tiny: Path) -> None:
+    model = GPT()
+    model.blocks = nn.ModuleList(GatedBlock(kind) for _ in range(3))
+    [found] = [f for f in adapt(model, tiny).findings if f.code == "gated_mlp"]
+    assert like in found.message

@@ -706,7 +706,10 @@ def other_attention(layer: LayerAttention) -> Deviation | None:
         found = "depend on other tokens than the query and the keys"
     else:
         found, lines = "have a formula that is unknown to compat", [layer.scores_line]
-    return replace(layer.deviation(lines[0], layer.own_attention, found=found), lines=lines)
+    result = replace(layer.deviation(lines[0], layer.own_attention, found=found), lines=lines)
+    if layer.op.others and layer.unknown:  # its projections have other widths, too
+        return replace(result, tap=f"h.{layer.i}.q", changes=None)
+    return result
 
 
 @deviation(

@@ -17,6 +17,7 @@ from compat.adaptation.diagnosis.activations import (
     ACTIVATIONS,
     Activation,
     activation_code,
+    activation_of,
     called_activation,
     canonical_activation,
 )
@@ -26,6 +27,7 @@ from compat.adaptation.diagnosis.norms import PRE_NORM, branch_line
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation, operations
 from compat.adaptation.diagnosis.shifts import shifted_tokens
 from compat.adaptation.mapping.linear_maps import function_between, token_view
+from compat.adaptation.result import Severity
 from compat.adaptation.tracing.contractions import SDPA, contraction
 from compat.adaptation.tracing.graph import (
     DRAWS,
@@ -44,6 +46,14 @@ from compat.errors import listed
 # The reader of the final norm, as in "between ln_f and the head".
 HEAD = "the head"
 
+# Gated MLPs by the activation of one factor, for messages.
+GATED = {
+    "silu": ", one of them after SiLU, as in SwiGLU",
+    "gelu": ", one of them after GELU, as in GEGLU",
+    "gelu_new": ", one of them after the tanh approximation of GELU, as in GEGLU",
+    "relu": ", one of them after ReLU, as in ReGLU",
+    "sigmoid": ", one of them after a sigmoid, as in GLU",
+}
 CLASS_OF = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU"}
 
 
@@ -165,16 +175,31 @@ def _late_lines(context: DiagnosisContext, i: int) -> list[Place | None]:
 
 
 @deviation(
-    "the MLP is gated (it multiplies the results of two projections, as in SwiGLU), but "
-    "GPT-2's MLP has one projection before the activation",
+    "the MLP is gated (it multiplies the results of two projections{like}), but GPT-2's MLP has "
+    "one projection before the activation",
     'c_proj(F.gelu(c_fc(x), approximate="tanh"))',
 )
 def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
         if layer.is_gated:
-            last = layer.gate or _product_before(context, layer)
-            yield Deviation(f"h.{i}.act", source.projecting(context.graph, context.model, last))
+            product = _product_before(context, layer)
+            place = source.projecting(context.graph, context.model, layer.gate or product)
+            yield Deviation(f"h.{i}.act", place, {"like": _gated_like(context, layer, product)})
             return
+
+
+def _gated_like(context: DiagnosisContext, layer: Layer, product: Node) -> str:
+    """Return the activation of one factor and the name of such an MLP; "" without an activation."""
+    graph = context.graph
+    projections = [layer.fc_end, *([layer.gate] if layer.gate else [])]
+    for factor in live_inputs(graph, product):
+        before = graph.on_paths(projections, [factor])  # such as a bias, or a half
+        for start in [*projections, *before]:
+            name = None if start is factor else activation_of(graph, start, factor).name
+            if name in GATED:
+                return GATED[name]
+    is_glu = any(kind(n) == "glu" for n in graph.between([layer.act], [layer.fc_end]))
+    return GATED["sigmoid"] if is_glu else ""
 
 
 def _product_before(context: DiagnosisContext, layer: Layer) -> Node:
@@ -474,8 +499,10 @@ def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
         names = sorted({name for node in parameters for name in graph.parameter_names(node)})
         lines = [source.built(context.model, names[0])]
         lines += [source.running(graph, products) for products, _ in found.values()]
-        changes = Changes(branch_factor={branch: value for branch, (_, value) in found.items()})
-        first, (_, value) = next(iter(found.items()))
+        factors_of = {branch: value for branch, (_, value) in found.items()}
+        without_effect = all(bool((value == 1).all()) for value in factors_of.values())
+        changes = None if without_effect else Changes(branch_factor={**factors_of})
+        first, value = next(iter(factors_of.items()))
         values = {
             "found": listed(names, 4),
             "factor": f" (here {value[0].item():.4g})" if (value == value[0]).all() else "",
@@ -484,7 +511,10 @@ def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
             "the result of the branch is multiplied by learned factors{factor}, {found}, "
             "which have no counterpart in GPT-2 and keep their initial values"
         )
-        yield Deviation(first, None, values, changes, lines=lines, message=message)
+        severity: Severity | None = "info" if without_effect else None
+        yield Deviation(
+            first, None, values, changes, lines=lines, message=message, severity=severity
+        )
 
 
 def _factor(context: DiagnosisContext, start: Node, end: Node) -> float | None:

@@ -99,13 +99,16 @@ class DiagnosisContext:
 
     @cached_property
     def embedding(self) -> EmbeddingFormula | None:
-        """The formula of the embedding; None if it is unknown or the token table did not fit."""
-        assigned = self.mapping.by_tensor
-        if "wte.weight" not in assigned:
-            return None
-        positions = assigned["wpe.weight"][0][0] if "wpe.weight" in assigned else None
-        table = assigned["wte.weight"][0][0]
-        return embedding_of(self.anatomy, table, positions)
+        """The formula of the embedding; None if it is unknown."""
+        tokens, positions = self.nodes_of("wte.weight"), self.nodes_of("wpe.weight")
+        return (
+            embedding_of(self.anatomy, tokens[0], next(iter(positions), None)) if tokens else None
+        )
+
+    def nodes_of(self, hf: str) -> tuple[Node, ...]:
+        """Return the parameters in place of a tensor, whether it fits into them or not."""
+        assigned = self.mapping.by_tensor.get(hf)
+        return assigned[0] if assigned else self.unmatched.nodes.get(hf, ())
 
     @cached_property
     def norm_formulas(self) -> dict[str, NormFormula | None]:
@@ -169,7 +172,7 @@ class DiagnosisContext:
 
     @cached_property
     def learned_factors(self) -> dict[str, tuple[list[Node], Tensor]]:
-        """The products of branches with parameters that are not 1, and the factors (C,), by branch.
+        """The products of branches with parameters, and the factors (C,), by branch.
 
         The branches are the taps `h.0.attn` and `h.0.mlp`.
         """
@@ -186,7 +189,7 @@ class DiagnosisContext:
                 one = torch.ones(size(end), dtype=torch.float64)
                 [value] = graph.run([total.branch], {end: one})
                 value = value.reshape(-1, self.anatomy.width)
-                if torch.equal(value, value[:1].expand_as(value)) and not (value == 1).all():
+                if torch.equal(value, value[:1].expand_as(value)):
                     found[branch] = factors, value[0]
         return found
 
@@ -196,9 +199,7 @@ class DiagnosisContext:
 
     def owners_of(self, hf: str) -> list[Place | None]:
         """Return the same for each of the modules among which a tensor is divided."""
-        assigned = self.mapping.by_tensor.get(hf)
-        nodes = (assigned[0] if assigned else self.unmatched.nodes.get(hf)) or ()
-        return [source.built(self.model, self.graph.names[node]) for node in nodes]
+        return [source.built(self.model, self.graph.names[node]) for node in self.nodes_of(hf)]
 
     def tap_after(self, node: Node) -> str:
         """Return the first tap that is computed by a node or after it."""

@@ -108,7 +108,7 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     if later_tables(context) or joined_positions(context):  # unknown_embedding
         return
     if found.from_tokens:
-        tables = context.mapping.by_tensor["wte.weight"][0]
+        tables = context.nodes_of("wte.weight")
         after = [n for n in _path(context) if n not in context.graph.live and n not in tables]
         lookups = [n for n in after if context.graph.parameters_of[n]]
         added = context.weights["wte.weight"][: context.config.n_positions]
@@ -155,7 +155,7 @@ def pos_offset(context: DiagnosisContext) -> Iterator[Deviation]:
     found = context.embedding
     if found is None or found.added is not None or found.offset is None:
         return
-    _, op = context.mapping.by_tensor["wpe.weight"]
+    _, op = context.mapping.by_tensor.get("wpe.weight", ((), None))
     if offset := found.offset - (op.start if isinstance(op, Rows) else 0):
         changes = Changes(position_offset=offset)
         yield Deviation("embed", position_line(context), {"found": offset}, changes)

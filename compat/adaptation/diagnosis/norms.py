@@ -264,6 +264,7 @@ def no_final_ln(context: DiagnosisContext) -> Iterator[Deviation]:
         last = anatomy.layers[-1].out if anatomy.layers else anatomy.embed
         place = source.calling(context.graph, context.model, anatomy.head, last)
         lines = [place, source.module_call(context.graph, context.model, anatomy.head)]
+        lines += [source.stack_built(context.model, last)]  # takes a final norm as an argument
         if not any(lines):  # the model returns hidden states
             lines = [*context.graph.places(last)[:1]]
         yield Deviation("ln_f", None, {}, _without(["ln_f"]), lines=lines)

@@ -112,7 +112,8 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     if len(own) == expected and context.unmatched.shared:  # attention alone is called again
         return
     assigned, names = context.mapping.by_tensor, context.graph.names
-    first = next((names[n[0]] for hf, (n, _) in assigned.items() if hf.startswith("h.0.")), "")
+    weights = context.graph.parameters_between(layers[0].qkv_ends, [layers[0].x1]) if layers else []
+    first = names[weights[0]] if weights else ""
     blocks, *numbered = re.split(r"\.\d+\.", first)
     # The list of blocks; without one, the first module of the only block.
     place = source.building(context.model, blocks if numbered else first.split(".")[0])
@@ -622,8 +623,8 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         biased = formula is not None and formula.bias is not None
         if biased or attention.adds_relative_scores or attention.op.others:  # its own finding
             for op in layer.attention_ops:
-                operands = [op.q.node, op.k.node, op.v.node]
-                known |= {*graph.parameters_between([op.product], operands)}
+                starts = [op.q.node, op.k.node, op.v.node, layer.x1]
+                known |= {*graph.parameters_between([op.product], starts)}
         if context.mapping.attentions[i].changed_heads:
             projected = [end for _, each in context.layers[: i + 1] for end in each.qkv_ends]
             known |= {*graph.parameters_between([layer.heads], [layer.x1, *projected])}
@@ -639,6 +640,9 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     if context.anatomy.leading:  # extra_projection, or an MLP before attention
         x1 = context.anatomy.layers[0].x1
         known |= {*graph.parameters_between([x1], [context.anatomy.embed])}
+    elif "h.0.ln_1" in context.places.named:  # extra_operation
+        start = context.places.named["h.0.ln_1"].start
+        known |= {*graph.parameters_between([start], [context.anatomy.embed])}
     by_name = sliced(all_parameters(model), graph.names.values())
     filled = {id(by_name[name]) for node in known for name in graph.parameter_names(node)}
     inputs = graph.parameters_between([graph.output], [])

@@ -20,15 +20,16 @@ def parity_at_nodes(
 ) -> ParityReport | None:
     """Compare every tap that has the reference's shape.
 
-    None if the logits have another shape, or if the recorded operations fit only the values that
-    they were recorded with, as where each expert of a mixture gets a number of tokens of its own.
+    None if no tensor was loaded, if the logits have another shape, or if the recorded operations
+    fit only the values that they were recorded with, as where each expert of a mixture gets a
+    number of tokens of its own.
     """
     expected, _ = reference.trace(ids)
     comparable = {
         name: view for name, view in taps.items()
         if name in expected and view.index.shape == expected[name].shape
     }  # fmt: skip
-    if "logits" not in comparable:
+    if "logits" not in comparable or not context.mapping.by_tensor:
         return None
     try:
         return reference.report(

@@ -173,6 +173,13 @@ def torch_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
     return next((place for node in nodes if (place := _torch_module(model, node))), None)
 
 
+def stack_built(model: nn.Module, node: Node) -> Place | None:
+    """Return the line that builds the nn.TransformerEncoder, if one computes a node."""
+    stacks = (nn.TransformerEncoder, nn.TransformerDecoder)
+    modules = ((path, model.get_submodule(path)) for path in _module_paths(node))
+    return next((building(model, path) for path, m in modules if isinstance(m, stacks)), None)
+
+
 def in_sequence(model: nn.Module, node: Node) -> bool:
     """Return whether a node is computed by an item of an nn.Sequential."""
     paths = _module_paths(node)

@@ -317,9 +317,11 @@ def _assign_layer(
             if not partial:
                 raise
             parameters = tuple(graph.parameters_between(ends, [start]))
-            module = f"h.{i}.{hf}"
+            # Of several products of queries and keys, each reads a part of the projections.
+            in_parts = hf == "attn.c_attn" and any(op.others for op in layer.attention_ops)
+            code = "other_attention" if in_parts else error.code
             found = UnknownProjection(
-                module, ends[0], parameters, error.code, error.values, tuple(error.nodes)
+                f"h.{i}.{hf}", ends[0], parameters, code, error.values, tuple(error.nodes)
             )
             unknown.append(found)
 

@@ -433,6 +433,8 @@ def _with_optional_arguments(model: nn.Module) -> list[tuple[str, CallSignature]
             values = {"[None, …]": _nothing_for_each_layer}
         elif "mask" in name:
             values = {"ones": _ones}
+            if _is_mask(name):  # some code masks with the mask that is passed only
+                values |= {text: mask for text, mask in _masks().items() if text != "None"}
         found += [
             (f"model(ids, {name}={text})", CallSignature((*needed, (name, value))))
             for text, value in values.items()
