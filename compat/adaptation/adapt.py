@@ -59,10 +59,10 @@ from compat.adaptation.mapping.assignments import (
     BatchFirst,
     Unmatched,
     drop_misfits,
-    embedding_of,
     find_assignments,
 )
 from compat.adaptation.mapping.by_calls import map_by_calls
+from compat.adaptation.mapping.embeddings import embedding_of
 from compat.adaptation.mapping.module_taps import module_taps
 from compat.adaptation.mapping.taps import find_taps
 from compat.adaptation.part import of_part, takes_hidden_states, with_part

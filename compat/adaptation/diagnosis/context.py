@@ -18,12 +18,8 @@ from compat.adaptation.diagnosis.attention_formula import (
     AttentionFormula,
     attention_of,
 )
-from compat.adaptation.mapping.assignments import (
-    Assignments,
-    EmbeddingFormula,
-    Unmatched,
-    embedding_of,
-)
+from compat.adaptation.mapping.assignments import Assignments, Unmatched
+from compat.adaptation.mapping.embeddings import EmbeddingFormula, embedding_of
 from compat.adaptation.tracing.graph import MOVES, Graph, Place, kind, reads_parameter, size
 from compat.config import GPT2Config
 from compat.ops import Rows
@@ -101,9 +97,9 @@ class DiagnosisContext:
     def embedding(self) -> EmbeddingFormula | None:
         """The formula of the embedding; None if it is unknown."""
         tokens, positions = self.nodes_of("wte.weight"), self.nodes_of("wpe.weight")
-        return (
-            embedding_of(self.anatomy, tokens[0], next(iter(positions), None)) if tokens else None
-        )
+        if not tokens:
+            return None
+        return embedding_of(self.anatomy, tokens[0], positions[0] if positions else None)
 
     def nodes_of(self, hf: str) -> tuple[Node, ...]:
         """Return the parameters in place of a tensor, whether it fits into them or not."""

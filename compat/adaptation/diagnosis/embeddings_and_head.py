@@ -12,7 +12,7 @@ from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Deviation, detects, deviation, operations
 from compat.adaptation.diagnosis.shifts import shifted_ids
-from compat.adaptation.mapping.assignments import EmbeddingFormula
+from compat.adaptation.mapping.embeddings import EmbeddingFormula
 from compat.adaptation.tracing.contractions import contraction
 from compat.adaptation.tracing.graph import (
     DRAWS,

@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import Anatomy, AttentionOp, Layer, Operand, UnknownPart
 from compat.adaptation.anatomy.norms import Norm, NormPlaces
+from compat.adaptation.mapping.embeddings import embedding_of
 from compat.adaptation.mapping.linear_maps import (
     LinearMap,
     View,
@@ -32,7 +33,6 @@ from compat.adaptation.mapping.linear_maps import (
     token_view,
 )
 from compat.adaptation.tracing.graph import (
-    DRAWS,
     MOVES,
     Graph,
     kind,
@@ -854,121 +854,6 @@ def _head_scale(anatomy: Anatomy) -> float:
     scale = float((logits - other).norm() / (head - base).norm())
     same = torch.allclose(logits - other, scale * (head - base), rtol=1e-6, atol=1e-9)
     return scale if same else 1.0
-
-
-@dataclass(frozen=True)
-class EmbeddingFormula:
-    """token_scale · wte[ids] + position_scale · wpe[offset + t] + added.
-
-    Args:
-        token_scale: 1 in GPT-2.
-        position_scale: 1 in GPT-2.
-        offset: the row of the first token's position; None without learned positions.
-        added: an added constant (T, C) that is not a parameter, such as sinusoids; or None. It is
-            (B, T, C) if it is added by batch.
-        from_tokens: positions are looked up in the token table, from row 0 on.
-        rows: the row of each token's position if they are not consecutive; otherwise None.
-        by_batch: all tokens of a sequence have the position of the sequence in the batch.
-    """
-
-    token_scale: float
-    position_scale: float
-    offset: int | None
-    added: Tensor | None
-    from_tokens: bool = False
-    rows: tuple[int, ...] | None = None
-    by_batch: bool = False
-
-
-def embedding_of(anatomy: Anatomy, table: Node, positions: Node | None) -> EmbeddingFormula | None:
-    """Measure the formula of the embeddings; None if no such formula fits, or numbers are drawn.
-
-    A norm or a projection of the tokens alone is not a part of it, and is skipped.
-    """
-    graph, embed = anatomy.graph, anatomy.embed
-    T = graph.shape[1]
-    view = token_view(graph, embed)
-    if view is None or any(kind(node) in DRAWS for node in graph.between([embed], [graph.input])):
-        return None
-    ids = {graph.input: graph.example}
-    # A parameter that is 1 everywhere is a factor. All others are terms, and set to zero.
-    factors = {
-        node for node in graph.parameters_between([embed], [])
-        if node not in (table, positions) and bool((graph.values[node] == 1).all())
-    }  # fmt: skip
-
-    def only(wanted: Node | None, filled: Tensor | None = None) -> Tensor:
-        """Compute the embedding with one table filled with ones or values, the others zero."""
-
-        def value(node: Node) -> Tensor:
-            if node is wanted and filled is not None:
-                return filled
-            number = 1.0 if node is wanted or node in factors else 0.0
-            return torch.tensor(number, dtype=torch.float64).expand(graph.values[node].shape)
-
-        if anatomy.own_input is None:
-            return view.read(graph.run([embed], ids, value))
-        [looked_up] = graph.run([anatomy.looked_up], ids, value)
-        return view.read(graph.run([embed], ids | {anatomy.own_input: looked_up}, value))
-
-    if anatomy.own_input is not None and size(anatomy.own_input) != size(anatomy.looked_up):
-        return None
-    constant = only(None)
-    tokens = only(table) - constant
-    scale = tokens.reshape(-1)[0].item()
-    if scale == 0 or not torch.allclose(tokens, torch.full_like(tokens, scale)):
-        return None
-    shape = graph.values[table].shape
-    # For a large table, float64 numbers would take twice as long to draw.
-    filled = torch.randn(shape, generator=torch.Generator().manual_seed(0)).double()
-    rows = filled.movedim(_row_axis(shape, view.index.shape[-1]), 0).reshape(-1, tokens.shape[-1])
-    looked_up, own = only(table, filled) - constant, rows[graph.example]
-    from_tokens = T <= len(rows) and torch.allclose(looked_up, own + rows[:T])
-    if from_tokens:
-        scale = 1.0
-    # The ids may be shifted, which is another deviation, and the first row is then zero.
-    elif (looked_up.norm(dim=-1) > 1e-6).logical_and(
-        torch.cdist(looked_up, scale * own).amin(-1) > 1e-5
-    ).any():  # fmt: skip
-        return None
-    added = constant[0] if constant.abs().max() > 0 else None
-    if not torch.allclose(constant, constant[:1].expand_as(constant)):
-        by_batch = torch.allclose(constant, constant[:, :1].expand_as(constant))
-        return EmbeddingFormula(scale, 1.0, None, constant, by_batch=True) if by_batch else None
-    if positions is None:
-        return EmbeddingFormula(scale, 1.0, None, added, from_tokens)
-    factor = (only(positions) - constant).reshape(-1)[0].item()
-    C = view.index.shape[-1]
-    shape = graph.values[positions].shape
-    axis = _row_axis(shape, C)
-    filled = random_values(shape)
-    vectors, sums = filled.movedim(axis, 0).reshape(-1, C), only(positions, filled) - constant
-    if factor == 0:
-        if not torch.allclose(sums, torch.zeros_like(sums)):
-            return None  # something else is computed from the positions, such as their norm
-        return EmbeddingFormula(scale, 1.0, None, added, from_tokens)
-    broadcast = [-1 if i == axis else 1 for i in range(len(shape))]
-    number = torch.arange(shape[axis], dtype=torch.float64).view(broadcast).expand(shape)
-    row = (only(positions, number) - constant) / factor
-    offset = round(row[0, 0, 0].item())
-    expected = torch.arange(T, dtype=torch.float64)[:, None] + offset
-    if not torch.allclose(row, expected.expand_as(row), atol=1e-4):
-        numbers = torch.arange(len(row), dtype=torch.float64)[:, None, None]
-        if len(row) > 1 and torch.allclose(row, numbers.expand_as(row), atol=1e-4):
-            return EmbeddingFormula(scale, factor, None, added, by_batch=True)
-        rows = row[0, :, 0].round().long()
-        same = torch.allclose(row, rows[:, None].double().expand_as(row), atol=1e-4)
-        if not same or rows.min() < 0 or rows.max() >= len(vectors):
-            return None
-        if not torch.allclose(sums, (factor * vectors[rows]).expand_as(sums)):
-            return None
-        return EmbeddingFormula(scale, factor, None, added, rows=tuple(rows.tolist()))
-    return EmbeddingFormula(scale, factor, offset, added)
-
-
-def _row_axis(shape: Sequence[int], C: int) -> int:
-    """Return the axis of the rows of a table of width C."""
-    return next(i for i, n in enumerate(shape) if n != 1 and (n != C or prod(shape) == C * C))
 
 
 def drop_misfits(graph: Graph, found: Assignments, checkpoint: Checkpoint) -> Unmatched:
