@@ -189,9 +189,11 @@ def find_assignments(
             if (pairs := _paired_parameters(anatomy, equal, i)) is not None:
                 break
         if pairs is None:
-            own, unknown = _assign_layer(anatomy, layer, i, attention, partial)
-            found.unknown += unknown
-            traced |= {} if unknown else {i: own}
+            assignment = _LayerAssignment(anatomy, i, attention, partial)
+            assignment.run()
+            own = assignment.assigned
+            found.unknown += assignment.unknown
+            traced |= {} if assignment.unknown else {i: own}
         else:
             own = {}
             for hf, (nodes, op) in traced[equal].items():
@@ -300,70 +302,97 @@ def _paired_parameters(anatomy: Anatomy, j: int, i: int) -> dict[Node, Node] | N
     return {one: two for one, two in pairs.items() if one in graph.names}
 
 
-def _assign_layer(
-    anatomy: Anatomy, layer: Layer, i: int, attention: Attention, partial: bool
-) -> tuple[dict[str, Assignment], list[UnknownProjection]]:
-    """Return the assignments of one layer, and the properties of its attention."""
-    graph = anatomy.graph
-    assigned: dict[str, Assignment] = {}
-    unknown: list[UnknownProjection] = []
+class _LayerAssignment:
+    """The assignments of one layer, projection by projection.
 
-    def assign(
-        hf: str, start: Node, ends: Sequence[Node], assignments: Callable[[], dict[str, Assignment]]
+    Args:
+        anatomy: the parts of the model's graph.
+        i: the layer's number.
+        attention: how the layer computes attention; properties that its projections show are set.
+        partial: list projections that cannot be loaded instead of raising an error.
+    """
+
+    def __init__(self, anatomy: Anatomy, i: int, attention: Attention, partial: bool) -> None:
+        self.anatomy, self.graph, self.layer = anatomy, anatomy.graph, anatomy.layers[i]
+        self.i, self.attention, self.partial = i, attention, partial
+        self.n_head, self.d_head = attention.q.index.shape[1], attention.q.index.shape[3]
+        self.assigned: dict[str, Assignment] = {}
+        self.unknown: list[UnknownProjection] = []
+
+    def run(self) -> None:
+        layer = self.layer
+        self._add("attn.c_attn", layer.x1, layer.qkv_ends, self._qkv)
+        if layer.out_proj is not None:
+            ends = [layer.projected, layer.attn_sum.branch]
+            self._add("attn.c_proj", layer.heads, ends, bound(self._out_proj, layer.out_proj))
+        for hf, projection, start, end, branch in (
+            ("mlp.c_fc", layer.fc, layer.x2, layer.fc_end, layer.fc_end),
+            ("mlp.c_proj", layer.mlp_proj, layer.act, layer.mlp, layer.mlp_sum.branch),
+        ):
+            if projection is not None:
+                self._add(hf, start, [end, branch], bound(self._mlp, hf, start, end))
+
+    def _add(
+        self,
+        hf: str,
+        start: Node,
+        ends: Sequence[Node],
+        assign: Callable[[], dict[str, Assignment]],
     ) -> None:
+        """Add the assignments of one projection, or list it as unknown."""
         try:
-            assigned.update(assignments())
+            self.assigned.update(assign())
         except UnknownPart as error:
-            if not partial:
+            if not self.partial:
                 raise
-            parameters = tuple(graph.parameters_between(ends, [start]))
+            parameters = tuple(self.graph.parameters_between(ends, [start]))
             # Of several products of queries and keys, each reads a part of the projections.
-            in_parts = hf == "attn.c_attn" and any(op.others for op in layer.attention_ops)
+            in_parts = hf == "attn.c_attn" and any(op.others for op in self.layer.attention_ops)
             code = "other_attention" if in_parts else error.code
             found = UnknownProjection(
-                f"h.{i}.{hf}", ends[0], parameters, code, error.values, tuple(error.nodes)
+                f"h.{self.i}.{hf}", ends[0], parameters, code, error.values, tuple(error.nodes)
             )
-            unknown.append(found)
+            self.unknown.append(found)
 
-    def view(node: Node, what: str) -> View:
-        found = token_view(graph, node)
+    def _view(self, node: Node, what: str) -> View:
+        found = token_view(self.graph, node)
         if found is None:
             raise UnknownPart(
-                f"layer {i}: {what}{graph.at(node)} has shape {list(size(node))}, "
+                f"layer {self.i}: {what}{self.graph.at(node)} has shape {list(size(node))}, "
                 "but one vector per token was expected",
                 [node],
             )
         return found
 
-    n_head, d_head = attention.q.index.shape[1], attention.q.index.shape[3]
-
-    def qkv() -> dict[str, Assignment]:
-        x1 = view(layer.x1, "the input of q, k and v")
+    def _qkv(self) -> dict[str, Assignment]:
+        graph, layer, attention = self.graph, self.layer, self.attention
+        x1 = self._view(layer.x1, "the input of q, k and v")
         operands = (attention.q, attention.k, attention.v)
-        raw = None if layer.raw is None else view(layer.raw, "the input of q, k or v")
+        raw = None if layer.raw is None else self._view(layer.raw, "the input of q, k or v")
         maps = _qkv_maps(graph, x1, raw, attention)
-        if maps is None and partial and _start_at_projections(anatomy, layer, attention):
+        if maps is None and self.partial and _start_at_projections(self.anatomy, layer, attention):
             maps = _qkv_maps(graph, x1, raw, attention)
         if maps is None and all(_is_same_for_heads(graph, x1, o) for o in operands):
             raise _shared(graph, "the heads of q, k and v", layer.qkv)
         if maps is None:
             raise _other_projection(graph, layer, x1, attention) or _not_linear(
-                graph, i, "q, k or v", layer.qkv[0]
+                graph, self.i, "q, k or v", layer.qkv[0]
             )
         q, k, v = maps
-        order = _order_within_heads(q, k, n_head)
+        order = _order_within_heads(q, k, self.n_head)
         if order is not None:
             attention.q, attention.k = (
                 replace(view, index=view.index[..., order]) for view in (attention.q, attention.k)
             )
-            q, k = (_with_heads_in_order(one, n_head, order) for one in (q, k))
+            q, k = (_with_heads_in_order(one, self.n_head, order) for one in (q, k))
         attention.q_factor, attention.k_factor = q.factor, k.factor
         attention.shared_kv = _same(k, v) and not _same(q, k)
-        attention.kv_heads = _kv_heads(k, n_head) if partial and k.parameters else 0
-        return {} if attention.kv_heads else _assign_qkv(graph, [q, k, v], n_head, layer.qkv)
+        attention.kv_heads = _kv_heads(k, self.n_head) if self.partial and k.parameters else 0
+        return {} if attention.kv_heads else _assign_qkv(graph, [q, k, v], self.n_head, layer.qkv)
 
-    def out_proj(node: Node) -> dict[str, Assignment]:
-        end = view(layer.projected, "the result of attention")
+    def _out_proj(self, node: Node) -> dict[str, Assignment]:
+        graph, layer, attention = self.graph, self.layer, self.attention
+        end = self._view(layer.projected, "the result of attention")
         ends = {op.out.node for op in layer.attention_ops}
         between = graph.live_between([layer.heads], ends)
         joins = [n for n in graph.live_between([node], ends) if kind(n) in JOINS]
@@ -371,7 +400,7 @@ def _assign_layer(
             if len({*tensor_inputs(join)}) == 1 < len(tensor_inputs(join)):
                 raise _shared(graph, "the heads of q, k and v", [join])
         gated = any(not ends & graph.ancestors[n] for n in between)
-        found = None if gated else linear_map(graph, merged(attention.heads), end, d_head)
+        found = None if gated else linear_map(graph, merged(attention.heads), end, self.d_head)
         if found is None:
             start = token_view(graph, layer.heads)
             found = None if start is None else linear_map(graph, start, end)
@@ -380,38 +409,30 @@ def _assign_layer(
             elif found is not None:
                 attention.changed_heads = True
         if found is None:
-            narrow, C = size(node)[-1], anatomy.width
-            found_heads = ""
-            if narrow < C:
-                found_heads = f"each head is projected on its own, to {narrow} of the {C} channels"
-            elif size(layer.projected)[-1] > C:
-                n = size(layer.projected)[-1] // C
-                found_heads = f"the heads are projected in {n} groups, and the results are joined"
-            if found_heads:
-                message = f"layer {i}: {found_heads}{graph.at(node)}"
-                values = {"found": found_heads}
-                raise UnknownPart(message, [node], "per_head_projection", values)
-            raise _not_linear(graph, i, "attention's output projection", node)
-        return _assign_projection(graph, "attn.c_proj", found, n_head, i, node)
+            raise self._per_head(node) or _not_linear(
+                graph, self.i, "attention's output projection", node
+            )
+        return _assign_projection(graph, "attn.c_proj", found, self.n_head, self.i, node)
 
-    def mlp(hf: str, start_node: Node, end_node: Node) -> dict[str, Assignment]:
-        start, end = view(start_node, f"the input of {hf}"), view(end_node, f"the result of {hf}")
-        found = linear_map(graph, start, end)
+    def _per_head(self, node: Node) -> UnknownPart | None:
+        """Return the error of an output projection of each head, or of groups of heads."""
+        narrow, C = size(node)[-1], self.anatomy.width
+        if narrow < C:
+            found = f"each head is projected on its own, to {narrow} of the {C} channels"
+        elif size(self.layer.projected)[-1] > C:
+            groups = size(self.layer.projected)[-1] // C
+            found = f"the heads are projected in {groups} groups, and the results are joined"
+        else:
+            return None
+        message = f"layer {self.i}: {found}{self.graph.at(node)}"
+        return UnknownPart(message, [node], "per_head_projection", {"found": found})
+
+    def _mlp(self, hf: str, start: Node, end: Node) -> dict[str, Assignment]:
+        views = self._view(start, f"the input of {hf}"), self._view(end, f"the result of {hf}")
+        found = linear_map(self.graph, *views)
         if found is None:
-            raise _not_linear(graph, i, hf, end_node)
-        return _assign_projection(graph, hf, found, n_head, i, end_node)
-
-    assign("attn.c_attn", layer.x1, layer.qkv_ends, qkv)
-    if layer.out_proj is not None:
-        ends = [layer.projected, layer.attn_sum.branch]
-        assign("attn.c_proj", layer.heads, ends, bound(out_proj, layer.out_proj))
-    for hf, projection, start, end, branch in (
-        ("mlp.c_fc", layer.fc, layer.x2, layer.fc_end, layer.fc_end),
-        ("mlp.c_proj", layer.mlp_proj, layer.act, layer.mlp, layer.mlp_sum.branch),
-    ):
-        if projection is not None:
-            assign(hf, start, [end, branch], bound(mlp, hf, start, end))
-    return assigned, unknown
+            raise _not_linear(self.graph, self.i, hf, end)
+        return _assign_projection(self.graph, hf, found, self.n_head, self.i, end)
 
 
 def _qkv_maps(
