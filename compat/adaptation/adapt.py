@@ -89,6 +89,7 @@ from compat.adaptation.tracing.rewrites import (
     lift_derived_weights,
     merge_stacked_products,
     remove_output_softmax,
+    split_projections,
     split_stacked_parameters,
 )
 from compat.adaptation.tracing.watched import attention_at
@@ -577,6 +578,7 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
         lambda: rewritten(lambda graph: lift_derived_weights(graph, scaled=True)),
         lambda: rewritten(drop_low_rank_terms),
         lambda: rewritten(lambda graph: True, partial=True),
+        lambda: rewritten(split_projections, partial=True),
     )
     parameters = list(run.model.parameters())
 

@@ -1258,3 +1258,31 @@ def test_the_activation_of_a_gated_mlp_is_named(kind: str, like: str, tiny: Path
     model.blocks = nn.ModuleList(GatedBlock(kind) for _ in range(3))
     [found] = [f for f in adapt(model, tiny).findings if f.code == "gated_mlp"]
     assert like in found.message
+
+
+class FusedParallel(Block):
+    """One projection computes q, k, v and the input of the MLP's activation."""
+
+    def __init__(self, cut: str) -> None:
+        super().__init__(24, 4, 96)
+        self.cut, self.fused = cut, nn.Linear(24, 3 * 24 + 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fused(self.ln_1(x))
+        if self.cut == "split":
+            q, k, v, inner = y.split([24, 24, 24, 96], dim=-1)
+        else:
+            q, k, v, inner = y[..., :24], y[..., 24:48], y[..., 48:72], y[..., 72:]
+        return x + self.mix(q, k, v) + self.down(F.relu(inner))
+
+
+@pytest.mark.parametrize("cut", ["split", "slices"])
+def test_parallel_branches_of_one_projection_are_examined(cut: str, tiny: Path) -> None:
+    model = GPT()
+    model.blocks = nn.ModuleList(FusedParallel(cut) for _ in range(3))
+    adaptation = adapt(model, tiny)
+    assert {f.code for f in adaptation.deviations} == {
+        "parallel_block", "relu", "shared_parameters",
+    }  # fmt: skip
+    assert "h.0.mlp.c_proj.weight" not in adaptation.unmatched
+    assert "h.0.attn.c_attn.weight" in adaptation.unmatched

@@ -330,7 +330,15 @@ def parallel_block(context: DiagnosisContext) -> Iterator[Deviation]:
     if layers := deviating_layers(context.anatomy)["parallel"]:
         total = context.anatomy.layers[layers[0]].mlp_sum.node
         place = source.running(context.graph, [total])
-        yield Deviation(f"h.{layers[0]}.fc", place, {}, Changes(parallel=set(layers)))
+        fused = [each for each in context.mapping.unknown if each.code == "parallel_block"]
+        if fused:  # one projection for both branches, so neither is loaded
+            lines = [
+                place,
+                source.built(context.model, context.graph.names[fused[0].parameters[0]]),
+            ]
+            yield Deviation(f"h.{layers[0]}.q", place, {}, lines=lines)
+        else:
+            yield Deviation(f"h.{layers[0]}.fc", place, {}, Changes(parallel=set(layers)))
 
 
 @deviation(

@@ -349,10 +349,21 @@ class _LayerAssignment:
             # Of several products of queries and keys, each reads a part of the projections.
             in_parts = hf == "attn.c_attn" and any(op.others for op in self.layer.attention_ops)
             code = "other_attention" if in_parts else error.code
+            if self._is_parallel_part(parameters):
+                code = "parallel_block"
             found = UnknownProjection(
                 f"h.{self.i}.{hf}", ends[0], parameters, code, error.values, tuple(error.nodes)
             )
             self.unknown.append(found)
+
+    def _is_parallel_part(self, parameters: Sequence[Node]) -> bool:
+        """Return whether one projection computes q, k, v and what the MLP reads."""
+        layer, graph = self.layer, self.graph
+        if not layer.parallel:
+            return False
+        of_attention = {*graph.parameters_between(layer.qkv_ends, [layer.x1])}
+        shared = of_attention & {*graph.parameters_between([layer.fc_end], [layer.x2])}
+        return not shared.isdisjoint(parameters)
 
     def _view(self, node: Node, what: str) -> View:
         found = token_view(self.graph, node)

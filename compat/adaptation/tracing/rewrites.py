@@ -251,6 +251,48 @@ def _selected_factors(item: Node, dim: int, i: int) -> tuple[Node, Node] | None:
     return (a, b) if 0 <= dim < len(size(a)) - 2 else None
 
 
+def split_projections(graph: Graph) -> bool:
+    """Change parts such as `linear(x, w, b)[..., 5:9]` to projections `linear(x, w[5:9], b[5:9])`.
+
+    One projection may compute q, k, v and what the MLP reads.
+
+    Returns:
+        Whether there was such a part.
+    """
+    parts = [(node, part) for node in graph.nodes if kind(node) == "linear"
+             for user in node.users for part in _parts_of_channels(node, user)]  # fmt: skip
+    for node, (part, start) in parts:
+        x, *parameters = tensor_inputs(node)
+        with node.graph.inserting_before(part):
+            own = [_rows(parameter, start, size(part)[-1]) for parameter in parameters]
+            projection = node.graph.call_function(aten.linear.default, (x, *own))
+        projection.meta = dict(part.meta)
+        part.replace_all_uses_with(projection)
+    if parts:
+        _prune(graph)
+    return bool(parts)
+
+
+def _parts_of_channels(node: Node, user: Node) -> list[tuple[Node, int]]:
+    """Return the nodes of parts of a node's last axis that a user cuts, and where each begins."""
+    args: Any = (*user.args, *user.kwargs.values())
+    last = (-1, len(size(node)) - 1)
+    if kind(user) == "slice" and args[1] in last and len(args) < 5:
+        return [(user, args[2] or 0)]
+    if kind(user) in ("split", "split_with_sizes") and args[-1] in last and len(args) == 3:
+        sizes = args[1] if isinstance(args[1], (list, tuple)) else [args[1]] * len(user.users)
+        items: Any = [(part.args[1], part) for part in user.users if kind(part) == "getitem"]
+        return [(part, sum(sizes[:i])) for i, part in items]
+    return []
+
+
+def _rows(parameter: Node, start: int, count: int) -> Node:
+    """Insert a slice of the first axis of a parameter."""
+    rows = parameter.graph.call_function(aten.slice.Tensor, (parameter, 0, start, start + count))
+    rows.meta = {**parameter.meta, "shape": (count, *size(parameter)[1:])}
+    return rows
+
+
 def split_stacked_parameters(graph: Graph) -> None:
     """Make `parameter[0]`, `parameter[1]`, … inputs of the graph, as if each were a parameter.
 
