@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,14 @@ from compat.golden_files.pieces import (
     chain,
     inputs_of,
     run_piece,
+    split_name,
 )
-from compat.golden_files.stream import match_by_name, stream_gradients, stream_taps
+from compat.golden_files.stream import matching_by_name, stream_gradients, stream_taps
 from compat.parity import transformers_gpt2
 from compat.parity.check import checked_ids
 from compat.parity.patches import explain_exceptions
 from compat.parity.reference import true_logits
+from compat.parity.trace import Trace
 from compat.tap import tap_names
 
 VERIFIED = 64  # positions of the first sequence whose logits are verified with NumPy
@@ -132,7 +134,7 @@ class _Recording:
         self.runs = [self.weights, *(_half(self.weights, dtype) for dtype in HALF)]
         infos = self.checkpoint.infos
         self.vectors = [name for name, info in infos.items() if len(info.shape) == 1]
-        self.calibration = Calibration(self.dtype)
+        self.calibrations = _calibrations(self.dtype)
         self.bounds: dict[str, list[Bound]] = {}
 
     def shapes(self) -> Shapes:
@@ -189,25 +191,30 @@ class _Recording:
     def _write_taps(self, write: Write) -> None:
         """Run the reference and the other runs in lockstep, one block at a time."""
         runs = [chain(weights) for weights in self.runs]
-        simulations = [Calibration(dtype) for dtype in HALF]
-        before: dict[str, Tensor] = {}  # the residual stream at the input of the block
-        stream = stream_taps(self.model, self.taps, self.ids)
-        for _, layer in groupby(stream, key=lambda item: item[0].rpartition(".")[0]):
-            group = dict(layer)
+        before: Trace = {}  # the residual stream at the input of the block
+        group: Trace = {}
+
+        def record(last: str, value: Tensor) -> None:
+            group[last] = value
+            if split_name(last)[1] not in ("embed", "out", "logits"):
+                return
             names = sorted(group, key=tap_names(self.config.n_layer).index)
             exact, *halves = [dict(islice(run, len(names))) for run in runs]
-            known = {**before, **group}
             for tap in names:
-                local, plain = self._local_errors(tap, known, group[tap])
-                first = self.calibration.bound(group[tap], exact[tap], local, plain)
-                others = [half[tap] for half in halves]
-                self.last_bounds = [first, *_bounds(simulations, others, exact[tap])]
+                errors = self._local_errors(tap, before | group, group[tap])
+                found = [group[tap], *(half[tap] for half in halves)]
+                bounds = _bounds(self.calibrations, found, exact[tap], *errors)
                 if tap in self.selected:
                     write(tap, group[tap])
-                    self.bounds[tap] = self.last_bounds
-            before = {names[-1]: group[names[-1]]}
-        self.logits = group["logits"]
-        self._verify(exact["logits"])
+                    self.bounds[tap] = bounds
+            before.clear()
+            before[last] = value
+            group.clear()
+            if last == "logits":
+                self.logits, self.bounds_of_logits = value, bounds
+                self._verify(exact[last])
+
+        stream_taps(self.model, self.taps, self.ids, record)
 
     def _local_errors(
         self, tap: str, known: Mapping[str, Tensor], found: Tensor
@@ -228,17 +235,21 @@ class _Recording:
 
     def _write_gradients(self, write: Write) -> None:
         """Run the backward passes in lockstep, as `_write_taps` does the forward passes."""
-        calibration = Calibration(self.dtype)
-        calibration.sums = self.calibration.sums
-        simulations = [Calibration(dtype) for dtype in HALF]
-        stream = stream_gradients(self.model, self.taps, self.ids)
+        calibrations = _calibrations(self.dtype)
+        calibrations[0].sums = self.calibrations[0].sums
         recorded = {LOSS, *self.selected, *self.parameters}
-        for name, ours, (exact, *halves) in match_by_name(stream, *map(gradients, self.runs)):
-            bounds = [calibration.bound(ours, exact), *_bounds(simulations, halves, exact)]
+
+        def handle(name: str, ours: Tensor, others: tuple[Tensor, ...]) -> None:
+            exact, *halves = others
+            bounds = _bounds(calibrations, [ours, *halves], exact)
             if name in recorded:
                 label = name if name == LOSS else GRADIENT + name
                 write(label, ours)
                 self.bounds[label] = bounds
+
+        others = zip(*map(gradients, self.runs), strict=True)
+        record = matching_by_name(others, handle)
+        stream_gradients(self.model, self.taps, self.ids, record)
 
     def _write_decode(self, write: Write) -> None:
         """Decode greedily through the KV cache, with bounds from a run without a cache."""
@@ -250,16 +261,25 @@ class _Recording:
             exact = value  # the last value is the logits
         write(DECODE_IDS, fed)
         write(DECODE_LOGITS, logits)
-        first = self.calibration.bound(logits, exact[:, self.ids.shape[1] :])
-        self.bounds[DECODE_LOGITS] = [first, *self.last_bounds[1:]]
+        first = self.calibrations[0].bound(logits, exact[:, self.ids.shape[1] :])
+        self.bounds[DECODE_LOGITS] = [first, *self.bounds_of_logits[1:]]
+
+
+def _calibrations(dtype: torch.dtype) -> list[Calibration]:
+    return [Calibration(each) for each in (dtype, *HALF)]
 
 
 def _bounds(
-    simulations: Iterable[Calibration], found: Iterable[Tensor], exact: Tensor
+    calibrations: Sequence[Calibration],
+    found: Sequence[Tensor],
+    exact: Tensor,
+    local: float = 0.0,
+    plain: float | None = None,
 ) -> list[Bound]:
-    """Return the bounds in half precision."""
-    pairs = zip(simulations, found, strict=True)
-    return [simulation.bound(half, exact) for simulation, half in pairs]
+    """Return the bounds of one array, for the reference's data type and for those of `HALF`."""
+    first = calibrations[0].bound(found[0], exact, local, plain)
+    halves = zip(calibrations[1:], found[1:], strict=True)
+    return [first, *(calibration.bound(half, exact) for calibration, half in halves)]
 
 
 def _keep(arrays: Arrays, shapes: Shapes, name: str, tensor: Tensor) -> None:
