@@ -140,23 +140,15 @@ def _open_safetensors(path: Path) -> Arrays:
 
 
 def _open_npz(path: Path) -> Arrays:
-    with _reading(path), zipfile.ZipFile(path) as archive:
-        members = {info.filename.removesuffix(".npy"): info.filename for info in archive.infolist()}
+    with _reading(path):
+        archive = zipfile.ZipFile(path)  # open as long as one of its arrays is
+        members = archive.namelist()
         _check_count(path, len(members))
-        found = {}
-        for name, member in members.items():
-            with archive.open(member) as file:
-                place, reopen = f"{name} in {path}", partial(_open_member, path, member)
-                found[name] = _npy(name, place, file, reopen)
-        return found
-
-
-def _open_member(path: Path, member: str) -> IO[bytes]:
-    return zipfile.ZipFile(path).open(member)
-
-
-def _open_file(path: Path) -> IO[bytes]:
-    return path.open("rb")
+        arrays = {}
+        for member in members:
+            name = member.removesuffix(".npy")
+            arrays[name] = _npy(name, f"{name} in {path}", partial(archive.open, member))
+        return arrays
 
 
 def _open_folder(path: Path) -> Arrays:
@@ -164,13 +156,13 @@ def _open_folder(path: Path) -> Arrays:
     _check_count(path, len(files))
     if not files:
         raise ParityError(f"{path} contains no .npy files. Pass {FORMATS}.")
-    found = {}
+    arrays = {}
     for file in files:
         # `h.0/act.npy` and `h/0/act.npy` have the same name as `h.0.act.npy`.
         name = ".".join(file.relative_to(path).with_suffix("").parts)
-        with _reading(file), file.open("rb") as opened:
-            found[name] = _npy(name, str(file), opened, partial(_open_file, file))
-    return found
+        with _reading(file):
+            arrays[name] = _npy(name, str(file), partial[IO[bytes]](file.open, "rb"))
+    return arrays
 
 
 def _check_count(path: Path, count: int) -> None:
@@ -180,22 +172,23 @@ def _check_count(path: Path, count: int) -> None:
         )
 
 
-def _npy(name: str, place: str, file: IO[bytes], reopen: Callable[[], IO[bytes]]) -> Array:
+def _npy(name: str, place: str, reopen: Callable[[], IO[bytes]]) -> Array:
     """Read the header of an array in NumPy's format; messages state its place."""
-    version = np.lib.format.read_magic(file)
-    if version == (1, 0):
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-    else:
-        shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
+    with reopen() as file:
+        version = np.lib.format.read_magic(file)
+        if version == (1, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        else:
+            shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
+        start, count = file.tell(), int(np.prod(shape, dtype=object))
     if dtype.kind not in "SU":  # the metadata of a golden file
         check_kind(place, dtype)
-    start, count = file.tell(), int(np.prod(shape, dtype=object))
 
     def load() -> Tensor:
-        with _reading(place), reopen() as again:
-            again.read(start)
+        with _reading(place), reopen() as file:
+            file.read(start)
             size = count * dtype.itemsize
-            data = again.read(size)
+            data = file.read(size)
             if len(data) != size:
                 raise ValueError(
                     f"it may be truncated, because it has {len(data):,} of {size:,} bytes"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from compat.checkpoint.layout import EMBEDDING
 from compat.config import GPT2Config
-from compat.golden_files.contents import LOSS
+from compat.golden_files.contents import GRADIENT, LOSS
 from compat.golden_files.pieces import (
     GPT2,
     PROJECTIONS,
@@ -31,6 +32,9 @@ from compat.golden_files.pieces import (
 )
 from compat.parity.trace import Trace
 from compat.tap import BLOCK_TAPS, tap_names
+
+if TYPE_CHECKING:
+    from compat.golden_files.file import Golden
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, ids) → scalar
 
@@ -155,27 +159,23 @@ class Backward:
 
     Args:
         weights: the weights of the pieces.
-        forward: returns a tap of the forward pass in float64.
+        golden: the taps of the forward pass, and the gradients that replace unknown ones at the end
+            of a block.
         known: returns the gradient at a tap from which earlier ones are computed, or None if it is
             not known.
-        golden: returns the reference's gradient at a tap, which replaces unknown ones at the end of
-            a block.
-        shape_of: returns the shape of a parameter.
         pieces: the forward pass to differentiate.
         loss: the loss at which the backward pass starts.
     """
 
     weights: Weights
-    forward: Callable[[str], Tensor]
+    golden: Golden
     known: Callable[[str], Tensor | None]
-    golden: Callable[[str], Tensor]
-    shape_of: Callable[[str], tuple[int, ...]]
     pieces: Pieces = field(default_factory=lambda: GPT2)
     loss: Loss = next_token_loss
 
-    def of(self, pieces: Pieces) -> Backward:
-        """Return a copy in which these pieces are replaced."""
-        return replace(self, pieces={**self.pieces, **pieces})
+    def forward(self, tap: str) -> Tensor:
+        """Return a tap of the forward pass in float64."""
+        return self.golden.read(tap).double()
 
     def gradient(self, name: str, only: Tensor | None = None) -> Tensor:
         """Return the gradient at a tap or of a parameter, which is the sum of all shares.
@@ -215,7 +215,7 @@ class Backward:
         found = shares(reader, self.pieces, weights, values, arriving, lambda n: n == wanted)
         if not rows:
             return found[name]
-        table = torch.zeros(self.shape_of(name), dtype=arriving.dtype)
+        table = torch.zeros(self.golden.arrays[GRADIENT + name].shape, dtype=arriving.dtype)
         return table.index_add_(0, self.weights.ids.flatten(), found[TOKENS].flatten(0, 1))
 
     def _parameter(self, name: str) -> Tensor:
@@ -223,7 +223,7 @@ class Backward:
         try:
             return self.weights.read(name)
         except MissingWeightError:
-            return torch.zeros(self.shape_of(name))
+            return torch.zeros(self.golden.arrays[GRADIENT + name].shape)
 
     def _arriving(self, tap: str) -> Tensor:
         """Return the known gradient at a reader, or compute it from that of the block's output."""
@@ -231,4 +231,6 @@ class Backward:
             return found
         i, name = split_name(tap)
         last = name == "out" and i == self.weights.config.n_layer - 1
-        return self.golden(tap) if name in ("out", "logits") and not last else self.gradient(tap)
+        if name in ("out", "logits") and not last:
+            return self.golden.read(GRADIENT + tap).double()
+        return self.gradient(tap)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compat.config import HALF
 from compat.golden_files.pieces import PROJECTIONS, Weights, head_name, projection, split_name
-from compat.parity.compare import MAX_ERROR_RATIO, MAX_POSITION_RATIO, rounding
+from compat.parity.compare import MAX_ERROR_RATIO, MAX_POSITION_RATIO, quotient, rounding
 
 # In half precision, implementations round at different places: some keep a product in float32
 # until its bias is added, others round inside a norm. The simulation is only one of them.
@@ -66,8 +66,7 @@ def error(ours: Tensor, reference: Tensor) -> Error:
     if deltas.isnan().any():
         worst = worst * math.nan
     delta, size = squares.sqrt().tolist()
-    rms = 0.0 if delta == 0 else delta / size if size else math.inf
-    return Error(rms, worst.sqrt().item(), max_abs.item(), identical)
+    return Error(quotient(delta, size), worst.sqrt().item(), max_abs.item(), identical)
 
 
 def fitted_factor(ours: Tensor, reference: Tensor) -> float:

@@ -210,19 +210,12 @@ class Comparison:
     @cached_property
     def backward(self) -> Backward:
         """The backward pass on the golden hidden states and the candidate's gradients."""
-        golden = self.golden
 
         def known(tap: str) -> Tensor | None:
             name = GRADIENT + tap
             return self.value(name) if name in self.candidate.entries else None
 
-        return Backward(
-            self.golden_weights,
-            forward=lambda tap: golden.read(tap).double(),
-            known=known,
-            golden=lambda tap: golden.read(GRADIENT + tap).double(),
-            shape_of=lambda name: golden.arrays[GRADIENT + name].shape,
-        )
+        return Backward(self.golden_weights, self.golden, known)
 
     def segment(self, tap: str) -> list[str]:
         """Return the taps to compute for a tap from the candidate's own ones, itself included."""

@@ -21,7 +21,7 @@ from compat.golden_files.bounds import fitted_factor
 from compat.golden_files.codes import CODES, MESSAGES
 from compat.golden_files.contents import LOSS
 from compat.golden_files.deviations import NORMS, Proposal, Situation, hypotheses
-from compat.golden_files.pieces import Pieces, labelled_inputs, normed, pattern, split_name
+from compat.golden_files.pieces import GPT2, Pieces, labelled_inputs, normed, pattern, split_name
 from compat.tap import tap_names
 
 # The part of the model that a share of the gradient comes from, by the tap it arrives through.
@@ -190,7 +190,7 @@ def _typed_derivatives(wrong: WrongGradient) -> Iterator[Proposal]:
 def _other_functions(wrong: WrongGradient) -> Iterator[Proposal]:
     for text, pieces in _other_pieces(wrong):
         with suppress(LookupError, RuntimeError):  # for example mismatched shapes
-            value = wrong.backward.of(pieces).gradient(wrong.name)
+            value = replace(wrong.backward, pieces={**GPT2, **pieces}).gradient(wrong.name)
             yield Proposal("wrong_backward", value, {"found": text, "tensors": wrong.name})
 
 

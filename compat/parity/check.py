@@ -21,9 +21,9 @@ from compat.export_view import map_of
 from compat.layers import as_ids
 from compat.loading import load_pretrained
 from compat.name_map import NameMap
-from compat.parity.compare import Difference
+from compat.parity.compare import Difference, position_errors
 from compat.parity.decoded import prove_decoder
-from compat.parity.expected import ExpectedLogits, position_errors
+from compat.parity.expected import ExpectedLogits
 from compat.parity.functions import FunctionModule
 from compat.parity.gradients import prove_gradients
 from compat.parity.logits import prove_logits

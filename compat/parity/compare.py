@@ -21,6 +21,7 @@ MAX_POSITION_RATIO = 2 * MAX_ERROR_RATIO
 PIECE_ROUNDINGS = 4.0
 
 AT_ONCE = 1 << 16  # numbers that are converted to float64 at once, so that they stay in the cache
+POSITIONS_AT_ONCE = 64  # positions whose logits are compared at once
 
 
 @dataclass(frozen=True)
@@ -185,18 +186,18 @@ class _Measured:
         relative to itself, which would allow anything after it.
         """
         _, reference_error = self.against_exact or (0.0, 0.0)
-        return _ratio(reference_error, self.exact_scale)
+        return quotient(reference_error, self.exact_scale)
 
     def judged(self, tolerance: float | None) -> Difference:
         """Judge the error, as in `difference`."""
         ratio = None
-        error = rel_rms = _ratio(self.delta, self.scale)
+        error = rel_rms = quotient(self.delta, self.scale)
         within, bound = tolerance is None, tolerance
         if self.against_exact is not None and tolerance is not None:
             our_error, reference_error = self.against_exact
             within = our_error <= MAX_ERROR_RATIO * max(reference_error, tolerance * self.scale)
-            ratio, error = _ratio(our_error, reference_error), _ratio(our_error, self.scale)
-            bound = MAX_ERROR_RATIO * max(_ratio(reference_error, self.scale), tolerance)
+            ratio, error = quotient(our_error, reference_error), quotient(our_error, self.scale)
+            bound = MAX_ERROR_RATIO * max(quotient(reference_error, self.scale), tolerance)
         elif tolerance is not None:
             within = self.delta <= tolerance * self.scale
         within = self.identical or within
@@ -232,6 +233,31 @@ def _measure(ours: Tensor, reference: Tensor, exact: Tensor | None) -> _Measured
     return _Measured(identical, max_abs, delta, scale, against_exact, exact_scale)
 
 
+def position_errors(ours: Tensor, expected: Tensor, truth: Tensor) -> Tensor:
+    """Measure the worst position of values (…, T, V) against expected and true ones.
+
+    The arithmetic is as wide as the widest of the data types, and at least float32. The long
+    sequence has no float64 logits, so that it is compared in float32.
+
+    Returns:
+        (3,): max|Δ| from `expected`, and the relative errors of the worst position against
+        `expected` and against `truth`. A NaN in the arguments is a NaN here.
+    """
+    worst = torch.zeros(3, dtype=torch.float64)
+    dtype = torch.promote_types(torch.promote_types(ours.dtype, truth.dtype), torch.float32)
+    tiny = torch.finfo(dtype).tiny
+    flat = (t.reshape(-1, t.shape[-1]) for t in (ours, expected, truth))
+    for parts in zip(*(torch.split(t, POSITIONS_AT_ONCE) for t in flat), strict=True):
+        mine, theirs, true = (part.to(dtype) for part in parts)
+        delta = mine - theirs
+        rel_rms = error = (delta.norm(dim=-1) / theirs.norm(dim=-1).clamp(min=tiny)).max()
+        if truth is not expected:
+            error = ((mine - true).norm(dim=-1) / true.norm(dim=-1).clamp(min=tiny)).max()
+        found = torch.stack([delta.abs().max(), rel_rms, error])
+        worst = torch.maximum(worst, found.double())
+    return worst
+
+
 def _sum_of_squares(x: Tensor) -> float:
     return torch.dot(x, x).item()
 
@@ -263,7 +289,8 @@ def rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def quotient(numerator: float, denominator: float) -> float:
+    """Return the quotient; 0 / 0 is 0, and any other number over 0 is infinite."""
     if numerator == 0:
         return 0.0
     return numerator / denominator if denominator else float("inf")

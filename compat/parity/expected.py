@@ -8,7 +8,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from compat.parity.compare import MAX_ERROR_RATIO, MAX_POSITION_RATIO, Difference, rounding
+from compat.parity.compare import (
+    MAX_ERROR_RATIO,
+    MAX_POSITION_RATIO,
+    Difference,
+    position_errors,
+    rounding,
+)
 from compat.parity.inputs import ProofInput
 from compat.parity.reference import Reference
 
@@ -17,7 +23,6 @@ from compat.parity.reference import Reference
 # sums in attention.
 MAX_LONG_RATIO = 4 * MAX_ERROR_RATIO
 EXACT_UP_TO = 64  # ids in a sequence for which logits are also computed in float64
-POSITIONS_AT_ONCE = 64  # positions whose logits are compared in float64 at once
 
 
 class ExpectedLogits:
@@ -78,28 +83,3 @@ class ExpectedLogits:
         bound = (MAX_POSITION_RATIO if calibrated else MAX_LONG_RATIO) * self.reference_error
         ratio = error / self.reference_error if calibrated else None
         return Difference(max_abs, rel_rms, identical, ratio, error, bound, error <= bound)
-
-
-def position_errors(ours: Tensor, expected: Tensor, truth: Tensor) -> Tensor:
-    """Measure the worst position of values (…, T, V) against expected and true ones.
-
-    The arithmetic is as wide as the widest of the data types, and at least float32. The long
-    sequence has no float64 logits, so that it is compared in float32.
-
-    Returns:
-        (3,): max|Δ| from `expected`, and the relative errors of the worst position against
-        `expected` and against `truth`. A NaN in the arguments is a NaN here.
-    """
-    worst = torch.zeros(3, dtype=torch.float64)
-    dtype = torch.promote_types(torch.promote_types(ours.dtype, truth.dtype), torch.float32)
-    tiny = torch.finfo(dtype).tiny
-    flat = (t.reshape(-1, t.shape[-1]) for t in (ours, expected, truth))
-    for parts in zip(*(torch.split(t, POSITIONS_AT_ONCE) for t in flat), strict=True):
-        mine, theirs, true = (part.to(dtype) for part in parts)
-        delta = mine - theirs
-        rel_rms = error = (delta.norm(dim=-1) / theirs.norm(dim=-1).clamp(min=tiny)).max()
-        if truth is not expected:
-            error = ((mine - true).norm(dim=-1) / true.norm(dim=-1).clamp(min=tiny)).max()
-        found = torch.stack([delta.abs().max(), rel_rms, error])
-        worst = torch.maximum(worst, found.double())
-    return worst

@@ -23,7 +23,7 @@ from compat.checkpoint.layout import plain_name
 from compat.collector import collector_paused
 from compat.config import dtype_name
 from compat.parity import numpy_gpt2
-from compat.parity.compare import TapResult, compare
+from compat.parity.compare import POSITIONS_AT_ONCE, TapResult, compare, position_errors
 from compat.parity.inputs import sequences
 from compat.parity.patches import explain_exceptions, find_patches, untrusted_reference
 from compat.parity.report import GradientsProof, LogitsProof, ParityReport
@@ -40,7 +40,6 @@ ROUNDING = {
     torch.float16: 0.05,
     torch.bfloat16: 0.4,
 }
-POSITIONS_AT_ONCE = 64  # positions whose logits are converted to float64 at once
 
 
 class Reference:
@@ -191,8 +190,7 @@ class Reference:
         with self._running():
             quantized = self._hf.with_8_bit_weights(self.model)
             found = record(quantized, self.taps[-1:], ids)["logits"]
-        worst: float = ((found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
-        return worst
+        return position_errors(found, truth, truth)[1].item()
 
     def report(
         self,
