@@ -5,7 +5,7 @@ The model waits while each tensor is handled, so only a few of them are in memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from compat.golden_files.contents import LOSS
 from compat.tap import Tap, hook_taps
 
 Record = Callable[[str, Tensor], None]
+Handle = Callable[..., None]  # (name, the reference's tensor, those of the other runs)
 
 
 def stream_taps(model: nn.Module, taps: Sequence[Tap], ids: Tensor, record: Record) -> None:
@@ -76,28 +77,27 @@ def stream_gradients(model: nn.Module, taps: Sequence[Tap], ids: Tensor, record:
         record(name, torch.zeros_like(parameter))
 
 
-def matching_by_name(
-    others: Iterator[tuple[tuple[str, Tensor], ...]],
-    handle: Callable[[str, Tensor, tuple[Tensor, ...]], None],
-) -> Record:
-    """Match tensors by name between runs that compute them in slightly different orders.
+def in_lockstep(runs: Iterable[Iterator[tuple[str, Tensor]]], handle: Handle) -> Record:
+    """Advance other runs with the reference, which computes tensors in a slightly different order.
 
     Args:
-        others: the names and tensors of the other runs, which share one order.
-        handle: called with a name, the recorded tensor, and those of the other runs.
+        runs: the names and tensors of the other runs, which share one order and have the same
+            names as the reference.
+        handle: called with a name, the reference's tensor and those of the other runs.
 
     Returns:
-        A function that records the next tensor of the first run, which has the same names.
+        A function that records the next tensor of the reference.
     """
+    steps = zip(*runs, strict=True)
     waiting: dict[str, Tensor] = {}
     waiting_others: dict[str, tuple[Tensor, ...]] = {}
 
     def record(name: str, tensor: Tensor) -> None:
         waiting[name] = tensor
-        (other, *_), values = zip(*next(others), strict=True)
+        (other, *_), values = zip(*next(steps), strict=True)
         waiting_others[other] = values
         for each in (name, other):
             if each in waiting and each in waiting_others:
-                handle(each, waiting.pop(each), waiting_others.pop(each))
+                handle(each, waiting.pop(each), *waiting_others.pop(each))
 
     return record

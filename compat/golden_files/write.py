@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +42,13 @@ from compat.golden_files.pieces import (
     chain,
     inputs_of,
     run_piece,
-    split_name,
 )
-from compat.golden_files.stream import matching_by_name, stream_gradients, stream_taps
+from compat.golden_files.stream import in_lockstep, stream_gradients, stream_taps
 from compat.parity import transformers_gpt2
 from compat.parity.check import checked_ids
 from compat.parity.patches import explain_exceptions
 from compat.parity.reference import true_logits
 from compat.parity.trace import Trace
-from compat.tap import tap_names
 
 VERIFIED = 64  # positions of the first sequence whose logits are verified with NumPy
 
@@ -189,31 +186,25 @@ class _Recording:
         return Golden(metadata, arrays) if path is None else Golden.open(path)
 
     def _write_taps(self, write: Write) -> None:
-        """Run the reference and the other runs in lockstep, one block at a time."""
-        runs = [chain(weights) for weights in self.runs]
-        before: Trace = {}  # the residual stream at the input of the block
-        group: Trace = {}
+        """Run the reference and the other runs in lockstep."""
+        known: Trace = {}  # the reference's taps in the block, and the residual stream before it
 
-        def record(last: str, value: Tensor) -> None:
-            group[last] = value
-            if split_name(last)[1] not in ("embed", "out", "logits"):
-                return
-            names = sorted(group, key=tap_names(self.config.n_layer).index)
-            exact, *halves = [dict(islice(run, len(names))) for run in runs]
-            for tap in names:
-                errors = self._local_errors(tap, before | group, group[tap])
-                found = [group[tap], *(half[tap] for half in halves)]
-                bounds = _bounds(self.calibrations, found, exact[tap], *errors)
-                if tap in self.selected:
-                    write(tap, group[tap])
-                    self.bounds[tap] = bounds
-            before.clear()
-            before[last] = value
-            group.clear()
-            if last == "logits":
-                self.logits, self.bounds_of_logits = value, bounds
-                self._verify(exact[last])
+        def handle(tap: str, ours: Tensor, exact: Tensor, *halves: Tensor) -> None:
+            if tap.endswith(".ln_1"):  # a new block
+                stream, value = known.popitem()
+                known.clear()
+                known[stream] = value
+            local_errors = self._local_errors(tap, known, ours)
+            bounds = _bounds(self.calibrations, [ours, *halves], exact, *local_errors)
+            known[tap] = ours
+            if tap in self.selected:
+                write(tap, ours)
+                self.bounds[tap] = bounds
+            if tap == "logits":
+                self.logits, self.bounds_of_logits = ours, bounds
+                self._verify(exact)
 
+        record = in_lockstep(map(chain, self.runs), handle)
         stream_taps(self.model, self.taps, self.ids, record)
 
     def _local_errors(
@@ -239,16 +230,14 @@ class _Recording:
         calibrations[0].sums = self.calibrations[0].sums
         recorded = {LOSS, *self.selected, *self.parameters}
 
-        def handle(name: str, ours: Tensor, others: tuple[Tensor, ...]) -> None:
-            exact, *halves = others
+        def handle(name: str, ours: Tensor, exact: Tensor, *halves: Tensor) -> None:
             bounds = _bounds(calibrations, [ours, *halves], exact)
             if name in recorded:
                 label = name if name == LOSS else GRADIENT + name
                 write(label, ours)
                 self.bounds[label] = bounds
 
-        others = zip(*map(gradients, self.runs), strict=True)
-        record = matching_by_name(others, handle)
+        record = in_lockstep(map(gradients, self.runs), handle)
         stream_gradients(self.model, self.taps, self.ids, record)
 
     def _write_decode(self, write: Write) -> None:

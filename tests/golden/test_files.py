@@ -231,7 +231,7 @@ def test_a_wrong_tap_is_named_although_the_gradients_agree(
 
 
 def test_only_one_block_at_a_time_is_in_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All taps of a block are written before the model computes the block after the next one."""
+    """Each tap is written before the model computes the tap after the next one."""
     from compat.golden_files import write
 
     computed: list[str] = []
@@ -253,7 +253,7 @@ def test_only_one_block_at_a_time_is_in_memory(tiny: Path, monkeypatch: pytest.M
     monkeypatch.setattr(write, "stream_taps", watched)
     monkeypatch.setattr(write, "_keep", keep)
     golden(tiny, input_ids=[[1, 2, 3]])
-    assert 13 <= distance <= 15
+    assert 1 <= distance <= 2, distance
 
 
 def test_a_patched_reference_is_not_recorded(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
