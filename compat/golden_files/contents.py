@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from compat.checkpoint import Checkpoint
-from compat.checkpoint.layout import HEAD
 from compat.checkpoint.safetensors_file import tensor_bytes
 from compat.config import HALF, GPT2Config, dtype_name
 from compat.errors import ParityError, listed, short_repr
@@ -94,9 +93,7 @@ def checkpoint_hash(checkpoint: Checkpoint) -> str:
     names.
     """
     digest = hashlib.sha256()
-    for name in sorted(checkpoint.infos):
-        if name == HEAD and checkpoint.config.tie_word_embeddings:
-            continue
+    for name in sorted(checkpoint.names):
         tensor = checkpoint.read(name)
         digest.update(f"{name} {dtype_name(tensor.dtype)} {list(tensor.shape)}\n".encode())
         digest.update(tensor_bytes(tensor))

@@ -201,7 +201,7 @@ class _Search:
                 self.moved[split_name(tap)[0]] = values["other"]
         precisely = f"to within {reached:.1g} of its RMS" if reached else "exactly"
         evidence = (
-            f"with this one change, {tap} follows from {self._sources(tap, names)} {precisely}, "
+            f"with this one change, {tap} follows from {self._sources(names)} {precisely}, "
             f"and without it, the difference is {plain:.2g}"
         )
         if readers := self._readers(tap):
@@ -289,7 +289,7 @@ class _Search:
         except (LookupError, RuntimeError):  # for example a missing weight, or mismatched shapes
             return None
 
-    def _sources(self, tap: str, names: Sequence[str]) -> str:
+    def _sources(self, names: Sequence[str]) -> str:
         """Return the candidate's taps from which a segment is computed, as text."""
         return listed(self._inputs(names)) or "the ids"
 
@@ -418,7 +418,7 @@ class _Search:
             else:
                 evidence += f"{listed(list(names[:-1]), 4)} are missing"
         else:
-            sources = self._sources(tap, names)
+            sources = self._sources(names)
             found = f"{tap} does not follow from {sources} by GPT-2's formula"
             evidence = f"the difference is {result.local.error:.2g} of its RMS"
             if self._may_be_rounding(result):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
-from compat.checkpoint.layout import HEAD, POSITIONS
+from compat.checkpoint.layout import POSITIONS
 from compat.config import HALF, as_dtype, dtype_name
 from compat.errors import ParityError, short_repr
 from compat.golden_files.arrays import Array, Arrays, Shapes, Write, writable, writing
@@ -147,7 +147,7 @@ class _Recording:
         if self.with_gradients:
             found[LOSS] = (), self.dtype
             found |= {GRADIENT + tap: what for tap, what in taps.items()}
-            found |= {GRADIENT + n: (infos[n].shape, self.dtype) for n in self.parameters}
+            found |= {GRADIENT + n: (infos[n].shape, self.dtype) for n in self.checkpoint.names}
         if self.decode:
             found[DECODE_IDS] = (B, self.decode), torch.int64
             found[DECODE_LOGITS] = (B, self.decode, V), self.dtype
@@ -156,12 +156,6 @@ class _Recording:
         return found | {
             BOUND + name: (shape, torch.float64) for name in found if name not in inputs
         }
-
-    @property
-    def parameters(self) -> list[str]:
-        """The names of the parameters in the order of the checkpoint, without a tied head."""
-        tied = self.config.tie_word_embeddings
-        return [n for n in self.checkpoint.infos if not (tied and n == HEAD)]
 
     def write(self, path: Path | None) -> Golden:
         shapes = self.shapes()
@@ -228,7 +222,7 @@ class _Recording:
         """Run the backward passes in lockstep, as `_write_taps` does the forward passes."""
         calibrations = _calibrations(self.dtype)
         calibrations[0].sums = self.calibrations[0].sums
-        recorded = {LOSS, *self.selected, *self.parameters}
+        recorded = {LOSS, *self.selected, *self.checkpoint.names}
 
         def handle(name: str, ours: Tensor, exact: Tensor, *halves: Tensor) -> None:
             bounds = _bounds(calibrations, [ours, *halves], exact)

@@ -85,52 +85,29 @@ def prove_gradients(
 
     tensors = _by_first_row(rows, parameters, config)
 
-    def joined(
-        gradients: dict[int, Tensor | None], hf: str, dtype: torch.dtype, last: bool = True
-    ) -> Tensor:
+    def joined(gradients: dict[int, Tensor | None], hf: str, last: bool = True) -> Tensor:
         """Join the gradients of a tensor's parameters to one vector, zero where there are none."""
         owned = [parameters[name] for name in tensors[hf]]
         take = gradients.pop if last else gradients.get  # to free their memory
         flat = [torch.zeros_like(p) if (g := take(id(p))) is None else g for p in owned]
-        return torch.cat([g.to(dtype).flatten() for g in flat])
+        return torch.cat([g.flatten() for g in flat])
 
     if same_suffices:
         near = theirs(exact=False, work=reference.dtype)
-        pairs = (
-            [joined(gradients, hf, reference.dtype, last=False) for gradients in (ours, near)]
-            for hf in tensors
-        )
+        pairs = ([joined(g, hf, last=False) for g in (ours, near)] for hf in tensors)
         if all((mine - other).norm() <= SAME * other.norm() for mine, other in pairs):
             return proof
     found = theirs(exact=False)
     exact = theirs(exact=True)
     unused = {key for key, gradient in ours.items() if gradient is None}
     compared = compare_accumulated(
-        (
-            hf,
-            joined(ours, hf, reference.dtype),
-            joined(found, hf, reference.dtype),
-            joined(exact, hf, torch.float64),
-        )
-        for hf in tensors
+        (hf, joined(ours, hf), joined(found, hf), joined(exact, hf)) for hf in tensors
     )
     for hf, difference in compared:
         names = tuple(tensors[hf])
         missed = tuple(name for name in names if id(parameters[name]) in unused)
         proof.results.append(GradientResult(hf, names, difference, missed))
     return proof
-
-
-def wrong_gradients(
-    model: nn.Module,
-    reference: Reference,
-    name_map: NameMap,
-    ids: Tensor,
-    logits_of: Callable[[Tensor], Tensor],
-) -> GradientsProof | None:
-    """Return the result of `prove_gradients` if the comparison fails, otherwise None."""
-    proof = prove_gradients(model, reference, name_map, ids, logits_of, same_suffices=True)
-    return proof if proof.failed or proof.error else None
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:

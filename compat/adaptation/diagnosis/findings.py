@@ -26,7 +26,7 @@ from compat.config import dtype_name
 from compat.errors import NameMapError, collapse_layers, listed
 from compat.name_map import NameMap
 from compat.parity import LogitsProof, ParityReport
-from compat.parity.gradients import wrong_gradients
+from compat.parity.gradients import prove_gradients
 from compat.parity.reference import Reference
 from compat.tap import tap_names
 from compat.user_code import exception_summary, users_frames
@@ -293,10 +293,12 @@ def trained_wrongly(
     """Return the finding for a model in parity whose gradients differ from the reference's."""
     with eval_mode(model):
         try:
-            proof = wrong_gradients(model, reference, name_map, ids, partial(call, model))
+            proof = prove_gradients(
+                model, reference, name_map, ids, partial(call, model), same_suffices=True
+            )
         except NameMapError:  # the model has parameters that GPT-2 does not have
             return []
-    if proof is None:
+    if not (proof.failed or proof.error):
         return []
     lines = detached_at(model, call, ids)
     values = {"found": proof.headline.rstrip(".")}
