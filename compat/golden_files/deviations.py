@@ -37,6 +37,7 @@ from compat.adaptation.diagnosis.attention_formula import (
 from compat.checkpoint.layout import EMBEDDING, HEAD, POSITIONS
 from compat.config import GPT2Config
 from compat.errors import listed
+from compat.golden_files.bounds import fitted_factor
 from compat.golden_files.pieces import (
     GPT2,
     TOKENS,
@@ -488,7 +489,7 @@ def _fitted_scale(probs: Tensor, scores: Tensor) -> float | None:
     x, y = (torch.where(used, t, 0.0) for t in (scores, logs))
     x, y = (t - t.sum(-1, keepdim=True) / count.clamp(min=1) for t in (x, y))
     x, y = torch.where(used, x, 0.0), torch.where(used, y, 0.0)
-    fitted = ((x * y).sum() / x.square().sum()).item()
+    fitted = fitted_factor(y, x)
     return fitted if math.isfinite(fitted) and fitted > 0 else None
 
 
@@ -879,7 +880,7 @@ def constants_of_gelu(s: Situation) -> Iterator[Hypothesis]:
     }
     fix = TANH_GELU if gelu_new else f"Use {values['expected']} as the activation."
     yield one("gelu_constants", {"act": Piece(("fc",), tanh_gelu)}, fix, **values)
-    slope = float(f"{(torch.logit(share) * x).sum() / x.square().sum():.6g}")
+    slope = float(f"{fitted_factor(torch.logit(share), x):.6g}")
     sigmoid = Piece(("fc",), lambda w, i, x: x * torch.sigmoid(slope * x))
     values = {**values, "found": f"x·sigmoid({slope:g}·x)"}
     yield one("gelu_constants", {"act": sigmoid}, fix, **values)

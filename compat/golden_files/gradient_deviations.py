@@ -139,8 +139,7 @@ def _factor(wrong: WrongGradient) -> Iterator[Proposal]:
 def _decay(wrong: WrongGradient) -> Iterator[Proposal]:
     if wrong.is_parameter:
         weight = wrong.backward.weights.read(wrong.name).double()
-        rest = wrong.found - wrong.expected
-        decay = float(f"{(rest * weight).sum() / weight.square().sum():.4g}")
+        decay = float(f"{fitted_factor(wrong.found - wrong.expected, weight):.4g}")
         values = {"found": decay, "tensors": wrong.name}
         yield Proposal("weight_decay", wrong.expected + decay * weight, values)
 

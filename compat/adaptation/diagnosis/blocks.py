@@ -353,8 +353,9 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
     past = [i for i in past if i not in around]
     for tap, layers, changes in (
         ("resid_mid", no_attn,
-         Changes(no_attn_residual={*no_attn}, mlp_residual_from_input=around)),
-        ("out", no_mlp, Changes(no_mlp_residual={*no_mlp})),
+         Changes(no_residual={f"h.{i}.resid_mid" for i in no_attn},
+                 mlp_residual_from_input=around)),
+        ("out", no_mlp, Changes(no_residual={f"h.{i}.out" for i in no_mlp})),
         ("out", past, Changes(mlp_residual_from_input={*past})),
     ):  # fmt: skip
         if layers:

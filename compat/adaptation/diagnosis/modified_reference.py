@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Changes:
         unmerged_heads: layers that merge the heads without transposing them back.
         no_mlp: layers without an MLP.
         parallel: layers whose MLP reads the input of the block.
-        no_attn_residual, no_mlp_residual: layers without these residual connections.
+        no_residual: taps `resid_mid` and `out` without a residual connection.
         mlp_residual_from_input: layers that add the MLP to the input of the block.
         input_again: layers whose input is added to their result a second time.
         own_input: taps `resid_mid` and `out` of branches that add their own input to their result.
@@ -84,8 +85,7 @@ class Changes:
     unmerged_heads: set[int] = field(default_factory=set)
     no_mlp: set[int] = field(default_factory=set)
     parallel: set[int] = field(default_factory=set)
-    no_attn_residual: set[int] = field(default_factory=set)
-    no_mlp_residual: set[int] = field(default_factory=set)
+    no_residual: set[str] = field(default_factory=set)
     mlp_residual_from_input: set[int] = field(default_factory=set)
     input_again: set[int] = field(default_factory=set)
     own_input: set[str] = field(default_factory=set)
@@ -158,47 +158,43 @@ class ModifiedReference:
 
     def _block(self, i: int, x: Tensor) -> Tensor:
         """(B, T, C) → (B, T, C)."""
-        changes, ln_1, ln_2 = self.changes, f"h.{i}.ln_1", f"h.{i}.ln_2"
-        mid = self._branch(ln_1, f"h.{i}.resid_mid", x, lambda y: self._attention(i, y, x))
-        mid = self._extra_norm(f"h.{i}.attn", mid) * changes.branch_factor.get(f"h.{i}.attn", 1)
-        mid = self._stream(f"h.{i}.attn", mid)
-        if i not in changes.no_attn_residual:
-            factor = changes.shortcut_factor.get(f"h.{i}.resid_mid", 1)
-            mid = factor * self._shortcut(ln_1, x) + mid
-        if ln_1 in changes.post_norm:
-            mid = self._norm(ln_1, mid)
-        self.taps[f"h.{i}.resid_mid"] = mid
-        mid = self._stream(f"h.{i}.resid_mid", self._extra_norm(f"h.{i}.resid_mid", mid))
+        changes, tap = self.changes, f"h.{i}.resid_mid"
+        mid = self._sum(f"h.{i}.ln_1", f"h.{i}.attn", tap, x, x, partial(self._attention, i, raw=x))
+        self.taps[tap] = mid
+        mid = self._stream(tap, self._extra_norm(tap, mid))
         if i in changes.no_mlp:
             return mid
         source = x if i in changes.parallel else mid
-        out = self._branch(ln_2, f"h.{i}.out", source, lambda y: self._mlp(i, y))
-        out = self._extra_norm(f"h.{i}.mlp", out) * changes.branch_factor.get(f"h.{i}.mlp", 1)
-        out = self._stream(f"h.{i}.mlp", out)
-        if i not in changes.no_mlp_residual:
-            start = x if i in changes.mlp_residual_from_input else mid
-            factor = changes.shortcut_factor.get(f"h.{i}.out", 1)
-            out = factor * self._shortcut(ln_2, start) + out
-        return self._norm(ln_2, out) if ln_2 in changes.post_norm else out
+        shortcut = x if i in changes.mlp_residual_from_input else mid
+        mlp = partial(self._mlp, i)
+        return self._sum(f"h.{i}.ln_2", f"h.{i}.mlp", f"h.{i}.out", source, shortcut, mlp)
 
-    def _branch(self, norm: str, tap: str, x: Tensor, function: Function) -> Tensor:
-        """Run attention or the MLP with its norm, if any, on the input or the output.
+    def _sum(
+        self, norm: str, branch: str, tap: str, x: Tensor, shortcut: Tensor, function: Function
+    ) -> Tensor:
+        """Run a branch with its norm, if any, and add it to the residual stream.
 
         Args:
-            norm: its name.
-            tap: the sum that the branch is added in.
-            x: the residual stream, (B, T, C).
+            norm, branch, tap: the names of the norm, of the branch's result and of the sum.
+            x: the input of the branch, (B, T, C).
+            shortcut: the residual stream that the result is added to.
             function: attention or the MLP.
         """
-        if norm in self.changes.norm_on_output:
-            return self._norm(norm, function(x))
-        if norm not in self.changes.post_norm:
-            x = self.taps[norm] = self._norm(norm, self._extra_norm(f"{norm}.before", x))
-            x = self._stream(norm, self._extra_norm(f"{norm}.after", x))
-        return x + function(x) if tap in self.changes.own_input else function(x)
-
-    def _shortcut(self, norm: str, x: Tensor) -> Tensor:
-        return self._norm(norm, x) if norm in self.changes.residual_from_norm else x
+        changes = self.changes
+        if norm in changes.norm_on_output:
+            y = self._norm(norm, function(x))
+        else:
+            if norm not in changes.post_norm:
+                x = self.taps[norm] = self._norm(norm, self._extra_norm(f"{norm}.before", x))
+                x = self._stream(norm, self._extra_norm(f"{norm}.after", x))
+            y = x + function(x) if tap in changes.own_input else function(x)
+        y = self._extra_norm(branch, y) * changes.branch_factor.get(branch, 1)
+        y = self._stream(branch, y)
+        if tap not in changes.no_residual:
+            if norm in changes.residual_from_norm:
+                shortcut = self._norm(norm, shortcut)
+            y = changes.shortcut_factor.get(tap, 1) * shortcut + y
+        return self._norm(norm, y) if norm in changes.post_norm else y
 
     def _stream(self, tap: str, x: Tensor) -> Tensor:
         x = 2 * x if tap in self.changes.doubled else x
