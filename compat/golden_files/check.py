@@ -132,9 +132,8 @@ class Comparison:
         entry = self.candidate.entries[name]
         expected = self.expected(name)
         expected = expected[:, -1:] if entry.last_only else expected
-        options = list(range(len(entry.layouts))) or [0]
-        if len(options) > 1 and self._stored_as is not None:
-            options = [n for n in options if entry.layouts[n].text == self._stored_as] or options
+        options = [n for n, x in enumerate(entry.layouts) if x.text == self._stored_as]
+        options = options or list(range(len(entry.layouts))) or [0]
         measured = []
         for number in options:
             entry.chosen = number

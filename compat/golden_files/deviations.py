@@ -432,7 +432,7 @@ def _by_formula(formula: AttentionFormula, blind_to_zero: bool = False) -> Softm
 
     def softmax(scores: Tensor, usual: AttentionFormula) -> Tensor:
         T = scores.shape[-1]
-        allowed = formula.allowed[:T, :T]
+        allowed = formula.allowed[..., :T, :T]
         probs = replace(formula, allowed=allowed).probabilities(scores)
         return probs.masked_fill(~allowed.any(-1, keepdim=True), 0) if blind_to_zero else probs
 
@@ -1021,11 +1021,7 @@ def measured_patterns(s: Situation) -> Iterator[Hypothesis]:
         b, _, t, _ = (seen != usual.allowed).nonzero()[0].tolist()
         hidden = (usual.allowed & ~seen[b, 0])[t].nonzero().flatten().tolist()
         found = listed([str(j) for j in hidden]) or "later tokens too"
-
-        def by_row(scores: Tensor, usual: AttentionFormula) -> Tensor:
-            probs = replace(usual, allowed=seen).probabilities(scores)
-            return probs.masked_fill(~seen.any(-1, keepdim=True), 0)
-
+        by_row = _by_formula(replace(usual, allowed=seen), blind_to_zero=True)
         values: Values = {"row": b, "token": t, "found": found}
         yield one("padding_mask", {"probs": pattern(by_row)}, **values)
     bias = _bias_by_distance(s.found, scores)  # (H, T)

@@ -112,14 +112,14 @@ def _functions() -> Iterator[str]:
         if name not in MODULES and not name.startswith(PREFIXES):
             continue
         for attribute, value in list(vars(module).items()):
-            if id(value) not in _OWN and (place := _foreign_place(value)):
+            if place := _foreign_place(value):
                 yield f"{name}.{attribute} is from {place}"
             elif isinstance(value, type) and id(value) not in seen:
                 seen.add(id(value))
                 if not value.__module__.startswith(PACKAGES[:2]):
                     continue
                 for inner, method in list(vars(value).items()):
-                    if id(method) not in _OWN and (place := _foreign_place(method)):
+                    if place := _foreign_place(method):
                         yield f"{value.__module__}.{value.__qualname__}.{inner} is from {place}"
 
 
