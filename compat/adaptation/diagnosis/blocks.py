@@ -327,18 +327,18 @@ def one_mlp_projection(context: DiagnosisContext) -> Iterator[Deviation]:
     PRE_NORM,
 )
 def parallel_block(context: DiagnosisContext) -> Iterator[Deviation]:
-    if layers := deviating_layers(context.anatomy)["parallel"]:
-        total = context.anatomy.layers[layers[0]].mlp_sum.node
-        place = source.running(context.graph, [total])
-        fused = [each for each in context.mapping.unknown if each.code == "parallel_block"]
-        if fused:  # one projection for both branches, so neither is loaded
-            lines = [
-                place,
-                source.built(context.model, context.graph.names[fused[0].parameters[0]]),
-            ]
-            yield Deviation(f"h.{layers[0]}.q", place, {}, lines=lines)
-        else:
-            yield Deviation(f"h.{layers[0]}.fc", place, {}, Changes(parallel=set(layers)))
+    graph, layers = context.graph, deviating_layers(context.anatomy)["parallel"]
+    if not layers:
+        return
+    layer = context.anatomy.layers[layers[0]]
+    fused = [each for each in context.mapping.unknown if each.code == "parallel_block"]
+    if fused:  # one projection for both branches, so neither is loaded
+        lines = [source.running(graph, [layer.mlp])]
+        lines += [source.built(context.model, graph.names[fused[0].parameters[0]])]
+        yield Deviation(f"h.{layers[0]}.q", None, {}, lines=lines)
+    else:
+        place = source.running(graph, [layer.mlp_sum.node])
+        yield Deviation(f"h.{layers[0]}.fc", place, {}, Changes(parallel=set(layers)))
 
 
 @deviation(
