@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from compat import AdaptError, GPT2Config, adapt
+from compat.adaptation.repair.edits import Edit, apply
 from compat.adaptation.repair.repair import (
     Repair,
     Search,
@@ -20,7 +21,7 @@ from compat.adaptation.repair.repair import (
     repair,
     small_checkpoint,
 )
-from compat.adaptation.repair.source import Edit, Source, apply
+from compat.adaptation.repair.source import Source, find
 from compat.adaptation.repair.write import write
 from compat.adaptation.result import Finding
 from compat.checkpoint import Checkpoint, open_checkpoint
@@ -1042,8 +1043,8 @@ def test_an_edit_that_removes_a_part_with_several_deviations_is_not_a_repair(
 
 def test_edits_are_applied_to_a_text() -> None:
     source = Source("f.py", "é = f(a,  # why\n      b)\n")
-    [call] = [node for node in source.nodes(type(source.tree.body[0].value))]  # type: ignore[attr-defined]
-    edits = [source.replace(call.args[0], "x"), source.set_keyword(call, "k", "1")]
+    [call] = find(ast.Call, source.tree)
+    edits = [Edit.replace(call.args[0], "x"), Edit.set_keyword(call, "k", "1")]
     assert apply(source.text, edits) == "é = f(x,  # why\n      b, k=1)\n"
     assert apply("abc", [Edit("f.py", 1, 2, "")]) == "ac"
 
@@ -1060,9 +1061,9 @@ def test_edits_are_applied_to_a_text() -> None:
 )
 def test_an_argument_is_removed_with_its_line(text: str, expected: str) -> None:
     source = Source("f.py", text)
-    [call] = source.nodes(ast.Call)
+    [call] = find(ast.Call, source.tree)
     keyword = next(k for k in call.keywords if k.arg == "b")
-    assert apply(text, [source.remove_argument(call, keyword)]) == expected
+    assert apply(text, [Edit.remove_argument(call, keyword)]) == expected
 
 
 def test_files_keep_their_encoding_and_line_endings(tmp_path: Path) -> None:
@@ -1168,8 +1169,8 @@ def test_nothing_is_written_if_one_of_the_files_has_changed(tmp_path: Path) -> N
 )
 def test_a_keyword_is_added_before_a_comment(before: str, after: str) -> None:
     source = Source("f.py", before)
-    [call] = source.nodes(ast.Call)
-    assert apply(before, [source.set_keyword(call, "k", "1")]) == after
+    [call] = find(ast.Call, source.tree)
+    assert apply(before, [Edit.set_keyword(call, "k", "1")]) == after
 
 
 def test_a_deviation_that_is_left_somewhere_is_not_called_repaired() -> None:

@@ -7,9 +7,20 @@ import re
 from collections.abc import Iterator
 from itertools import islice, pairwise
 
-from compat.adaptation.repair.fixes import Edits, Site, fixes
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import Site, fixes
 from compat.adaptation.repair.formulas import formulas, inputs, only, unused
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.source import (
+    code_around,
+    code_of,
+    enclosing,
+    find,
+    find_calls,
+    following,
+    parent_of,
+    source_of,
+    span,
+)
 from compat.adaptation.repair.syntax import (
     argument,
     called,
@@ -48,27 +59,27 @@ STRINGS = ("gelu_new", "gelu_pytorch_tanh", "gelu_tanh", "tanh_gelu", "new_gelu"
 @fixes("other_activation")
 def earlier_activation(site: Site) -> Iterator[Edits]:
     """Apply an activation before the second projection of the MLP instead of after it."""
-    values, source, statement = site.finding.values, site.source, site.statement
+    values, statement = site.finding.values, site.statement
     if not values.get("after"):
         return
     if not values["moved"]:  # there is one before it as well
         yield from _without_item(site)
         for node, inner in _applied(site):
             functions: list[ast.AST] = [node.func] if isinstance(node, ast.Call) else []
-            yield [*only(source, node, inner), *unused(site, functions)]
+            yield [*only(node, inner), *unused(site, functions)]
         return
     yield from _earlier_item(site)
     for place in site.everywhere[1:]:
-        if place.source is source and _is_of_one_variable([place.statement, statement]):
-            start, end = source.span(statement)
-            line = source.text[start : source.text.find("\n", end)]
-            yield [source.insert_before(place.statement, line), source.remove(statement)]
+        if place.source is site.source and _is_of_one_variable([place.statement, statement]):
+            start, end = span(statement)
+            line = site.source.text[start : site.source.text.find("\n", end)]
+            yield [Edit.insert_before(place.statement, line), Edit.remove(statement)]
     for node, inner in _applied(site):
-        without = only(source, node, inner)
+        without = only(node, inner)
         dropped = unused(site, [node.func]) if isinstance(node, ast.Call) else []
         for place in site.everywhere[::-1]:
             if place.function is site.function:  # it can be called there as it was
-                code = source.around(node, inner)
+                code = code_around(node, inner)
                 yield from ([*without, *edits] for edits in _on_operand(place, node, *code))
             if values["expected"] in TORCH:
                 before, _, after = _function(place, "{}").partition("{}")
@@ -80,15 +91,14 @@ def earlier_activation(site: Site) -> Iterator[Edits]:
 
 def _without_item(site: Site) -> Iterator[Edits]:
     """Remove an item of a Sequential that begins on the finding's line."""
-    for sequence in site.source.calls("Sequential"):
+    for sequence in find_calls("Sequential", within=site.tree):
         for item in sequence.args[2:]:
             if item.lineno <= site.line <= (item.end_lineno or 0):
-                yield [site.source.remove_argument(sequence, item)]
+                yield [Edit.remove_argument(sequence, item)]
 
 
 def _earlier_item(site: Site) -> Iterator[Edits]:
     """Move an item of a Sequential in front of a linear layer."""
-    source = site.source
     for sequence in _sequences(site):
         items = sequence.args
         linear = [i for i, n in enumerate(items) if isinstance(n, ast.Call) and "Lin" in called(n)]
@@ -96,7 +106,7 @@ def _earlier_item(site: Site) -> Iterator[Edits]:
             for k in range(j + 1, len(items)):
                 order = [items[k], *items[j:k]]
                 pairs = zip(items[j : k + 1], order, strict=True)
-                yield [source.replace(old, source.code(new)) for old, new in pairs]
+                yield [Edit.replace(old, code_of(new)) for old, new in pairs]
 
 
 def _is_of_one_variable(statements: list[ast.stmt]) -> bool:
@@ -124,14 +134,12 @@ def _on_operand(place: Site, activation: ast.expr, before: str, after: str) -> I
         activation: the expression that is removed.
         before, after: the code of the activation around its operand.
     """
-    source = place.source
     operands = [call.args[0] for call in place.calls if call.args and call is not activation]
-    products = source.nodes(ast.BinOp, place.statement)
+    products = find(ast.BinOp, place.statement)
     operands += [node.left for node in products if isinstance(node.op, ast.MatMult)]
     for operand in operands:
         if activation not in set(ast.walk(operand)) and not isinstance(operand, ast.Starred):
-            start, end = source.span(operand)
-            yield [Edit(source.file, start, start, before), Edit(source.file, end, end, after)]
+            yield [Edit.prefix(operand, before), Edit.suffix(operand, after)]
 
 
 @fixes(*CODES)
@@ -140,24 +148,23 @@ def activation_by_name(site: Site) -> Iterator[Edits]:
     if site.finding.values["expected"] != "gelu_new":
         return
     for source in site.ordered:
-        strings = {n: n.value for n in source.nodes(ast.Constant) if isinstance(n.value, str)}
+        strings = {n: n.value for n in find(ast.Constant, source.tree) if isinstance(n.value, str)}
         known = [name for name in STRINGS if name in strings.values()]
         known += ["gelu_new"] if "ACT2FN" in source.text and "gelu_new" not in known else []
         for node, value in strings.items():
             if _plain(value) not in _names(site):
                 continue
-            call = source.parent(node, ast.Call)
+            call = enclosing(node, ast.Call)
             if call is not None and called(call).startswith("Transformer"):
-                yield [source.replace(node, f"lambda x: {_function(site, 'x')}")]
-            elif isinstance(above := source.parents.get(node), ast.Subscript):
-                yield from ([source.replace(node, source.quoted(name))] for name in known)
-                yield [source.replace(above, _module(site))]
+                yield [Edit.replace(node, f"lambda x: {_function(site, 'x')}")]
+            elif isinstance(above := parent_of(node), ast.Subscript):
+                yield from ([Edit.replace(node, source.quoted(name))] for name in known)
+                yield [Edit.replace(above, _module(site))]
             elif not isinstance(above, (ast.Compare, ast.Dict)):
-                yield from ([source.replace(node, source.quoted(name))] for name in known)
+                yield from ([Edit.replace(node, source.quoted(name))] for name in known)
                 if value != "gelu":
-                    for other, found in _mentions(site, {"gelu"}):
-                        renamed = source.replace(node, source.quoted("gelu"))
-                        yield [renamed, *_replaced(site, other, found)]
+                    for found in _mentions(site, {"gelu"}):
+                        yield [Edit.replace(node, source.quoted("gelu")), *_replaced(site, found)]
 
 
 @fixes(*CODES)
@@ -165,7 +172,7 @@ def replaced_activation(site: Site) -> Iterator[Edits]:
     """Replace a module or function of torch by the checkpoint's activation."""
     if site.finding.values["expected"] in TORCH:
         mentions = islice(_mentions(site, _names(site)), 6)
-        yield from (_replaced(site, source, node) for source, node in mentions)
+        yield from (_replaced(site, node) for node in mentions)
 
 
 @fixes("gated_mlp")
@@ -174,44 +181,46 @@ def without_gate(site: Site) -> Iterator[Edits]:
 
     The activation is replaced afterwards.
     """
-    for source, product in site.every(ast.BinOp):
-        function = source.parent(product, ast.FunctionDef)
+    for product in site.every(ast.BinOp):
+        function = enclosing(product, ast.FunctionDef)
         if not isinstance(product.op, ast.Mult) or not isinstance(function, ast.FunctionDef):
             continue
         for kept, dropped in reversed(sides(product)):
-            inner = {source.code(a) for call in source.nodes(ast.Call, kept) for a in call.args}
-            if source.code(dropped) in inner:  # x * sigmoid(x) is an activation
+            inner = {code_of(a) for call in find(ast.Call, kept) for a in call.args}
+            if code_of(dropped) in inner:  # x * sigmoid(x) is an activation
                 continue
-            activated, other = (_is_activated(source, function, v) for v in (kept, dropped))
+            activated, other = (_is_activated(function, v) for v in (kept, dropped))
             if activated and not other:
                 named = dropped.id if isinstance(dropped, ast.Name) else ""
                 lost: list[ast.AST] = [dropped]
-                lost += [value for value, _ in assigned_values(source, function, named)]
-                edits = unused(site.at(source.file, product.lineno), lost)
-                yield [*source.unwrap(product, kept), *edits]
+                lost += [value for value, _ in assigned_values(function, named)]
+                edits = unused(site.around(product), lost)
+                yield [*Edit.unwrap(product, kept), *edits]
 
 
-def _is_activated(source: Source, function: ast.FunctionDef, value: ast.expr) -> bool:
+def _is_activated(function: ast.FunctionDef, value: ast.expr) -> bool:
     """Return whether a value is the result of an activation, also if it was assigned before."""
     if isinstance(value, ast.Name):
-        assigned = [v for v, _ in assigned_values(source, function, value.id)]
-        return any(not isinstance(v, ast.Name) and _applies(source, v) for v in assigned)
-    return _applies(source, value)
+        assigned = [v for v, _ in assigned_values(function, value.id)]
+        return any(not isinstance(v, ast.Name) and _applies(v) for v in assigned)
+    return _applies(value)
 
 
-def _applies(source: Source, value: ast.expr) -> bool:
-    calls = source.nodes(ast.Call, value)
-    return any(ACTIVATION.search(called(call) or source.code(call.func)) for call in calls)
+def _applies(value: ast.expr) -> bool:
+    calls = find(ast.Call, value)
+    return any(ACTIVATION.search(called(call) or code_of(call.func)) for call in calls)
 
 
 @fixes(*CODES)
 def encoder_activation(site: Site) -> Iterator[Edits]:
     """Pass the activation to torch's own layers, which use ReLU by default."""
     for source in site.ordered:
-        for call in source.calls("TransformerEncoderLayer", "TransformerDecoderLayer"):
+        for call in find_calls(
+            "TransformerEncoderLayer", "TransformerDecoderLayer", within=source.tree
+        ):
             if argument(call, 4, "activation") is None:
                 function = f"lambda x: {_function(site, 'x')}"
-                yield [source.set_keyword(call, "activation", function)]
+                yield [Edit.set_keyword(call, "activation", function)]
 
 
 @fixes(*CODES)
@@ -222,10 +231,10 @@ def replaced_own_activation(site: Site) -> Iterator[Edits]:
     owner = site.cls or site.function
     if re.search(r"gelu", owner.name, re.I) and not re.search(r"quick|erf", owner.name, re.I):
         return
-    if site.cls is not None and site.source.calls("Linear", within=owner):
+    if site.cls is not None and find_calls("Linear", within=owner):
         return
-    for source, node in islice(_mentions(site, {_plain(owner.name)}), 2):
-        yield _replaced(site, source, node, module=site.cls is not None)
+    for node in islice(_mentions(site, {_plain(owner.name)}), 2):
+        yield _replaced(site, node, module=site.cls is not None)
 
 
 @fixes(*CODES)
@@ -238,12 +247,12 @@ def replaced_formula(site: Site) -> Iterator[Edits]:
         operands = inputs(site, formula)
         tensors = [o for o in operands if not isinstance(o, ast.Attribute)] or operands
         if len(tensors) == 1:
-            new = _function(site, site.source.code(tensors[0]))
-            yield [site.source.replace(formula, _stored(site, formula, tensors[0], new))]
+            new = _function(site, code_of(tensors[0]))
+            yield [Edit.replace(formula, _stored(site, formula, tensors[0], new))]
     statement = site.statement
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
         name = statement.target.id
-        yield [site.source.replace(statement, f"{name} = {_function(site, name)}")]
+        yield [Edit.replace(statement, f"{name} = {_function(site, name)}")]
 
 
 @fixes(*CODES)
@@ -252,11 +261,11 @@ def replaced_attribute(site: Site) -> Iterator[Edits]:
     if site.cls is None or site.finding.values["expected"] not in TORCH:
         return
     names = {c.func.attr for c in site.calls if isinstance(c.func, ast.Attribute)}
-    for node in site.source.nodes(ast.Assign, site.cls):
+    for node in find(ast.Assign, site.cls):
         target, value = node.targets[0], node.value
         if isinstance(target, ast.Attribute) and target.attr in names:
             if not isinstance(value, ast.Call) or called(value) == "getattr":
-                yield [site.source.replace(value, _module(site))]
+                yield [Edit.replace(value, _module(site))]
 
 
 @fixes("other_activation")
@@ -271,11 +280,10 @@ def added_activation(site: Site) -> Iterator[Edits]:
 
 def _between_items(site: Site) -> Iterator[Edits]:
     """Insert the activation between two items of a Sequential."""
-    source = site.source
     for sequence in _sequences(site):
         for before, after in pairwise(sequence.args):
-            end, start = source.span(before)[1], source.span(after)[0]
-            yield [Edit(source.file, end, end, f"{source.text[end:start]}{_module(site)}")]
+            between = site.source.text[span(before)[1] : span(after)[0]]
+            yield [Edit.suffix(before, f"{between}{_module(site)}")]
 
 
 def _inserted(site: Site) -> Iterator[Edits]:
@@ -284,21 +292,22 @@ def _inserted(site: Site) -> Iterator[Edits]:
     for call in site.calls:
         if len(call.args) != 1 or isinstance(call.args[0], ast.Starred):
             continue
-        tensor = site.source.code(call.args[0])
+        tensor = code_of(call.args[0])
         new = f"self.{unused}({tensor})" if unused else _function(site, tensor)
         whole = isinstance(site.statement, ast.Assign) and site.statement.value is call
         if whole and isinstance(call.args[0], ast.Name):
-            yield [site.source.insert_before(site.statement, f"{tensor} = {new}")]
+            yield [Edit.insert_before(site.statement, f"{tensor} = {new}")]
         else:
-            yield [site.source.replace(call.args[0], new)]
+            yield [Edit.replace(call.args[0], new)]
 
 
 def _unused_module(site: Site) -> str | None:
     """Return the attribute of the class that holds an activation and is not used."""
-    for node in site.source.nodes(ast.Assign, site.cls) if site.cls else ():
+    cls = site.cls
+    for node in find(ast.Assign, cls) if cls is not None else ():
         match node:
             case ast.Assign([ast.Attribute(attr=name), *_], ast.Call() as built):
-                mentions = [a for a in site.source.nodes(ast.Attribute, site.cls) if a.attr == name]
+                mentions = [a for a in find(ast.Attribute, cls or site.tree) if a.attr == name]
                 if "gelu" in called(built).lower() and len(mentions) == 1:
                     return name
     return None
@@ -306,7 +315,7 @@ def _unused_module(site: Site) -> str | None:
 
 def _chains(site: Site) -> Iterator[Edits]:
     """Replace a formula that begins on the finding's line and ends in a later statement."""
-    source, first = site.source, site.statement
+    first = site.statement
     if not isinstance(first, ast.Assign) or not variable(first):
         return
     operands = inputs(site, first.value)
@@ -314,13 +323,13 @@ def _chains(site: Site) -> Iterator[Edits]:
         return
     tensor, derived = operands[0].id, {variable(first)}
     absorbed: list[ast.stmt] = [first]
-    for statement in source.after(first):
+    for statement in following(first):
         result = ""
         for formula in formulas(site, statement):
             names = {o.id if isinstance(o, ast.Name) else "" for o in inputs(site, formula)}
             if names <= derived | {tensor} and names & derived:
-                new = source.replace(formula, _function(site, tensor))
-                yield [*map(source.remove, absorbed), new]
+                new = Edit.replace(formula, _function(site, tensor))
+                yield [*map(Edit.remove, absorbed), new]
                 if isinstance(statement, ast.Assign) and statement.value is formula:
                     result = variable(statement)
         if not result:
@@ -342,56 +351,55 @@ def _plain(name: str) -> str:
 def _sequences(site: Site) -> list[ast.Call]:
     """Return where the file builds a Sequential, the finding's class first."""
     within = set(ast.walk(site.cls)) if site.cls is not None else set()
-    return sorted(site.source.calls("Sequential"), key=lambda call: call not in within)
+    found = find_calls("Sequential", within=site.tree)
+    return sorted(found, key=lambda call: call not in within)
 
 
-def _mentions(site: Site, names: set[str]) -> Iterator[tuple[Source, ast.expr]]:
+def _mentions(site: Site, names: set[str]) -> Iterator[ast.expr]:
     """Yield calls and references of activations with these names, nearest to the line first."""
     seen: set[ast.AST] = set()
-    regions = [(site.source, scope) for scope in site.scopes]
-    regions += [(source, source.tree) for source in site.ordered]
-    for source, region in regions:
-        for node in source.nodes(ast.expr, region):
+    for region in [*site.scopes, *(source.tree for source in site.ordered)]:
+        for node in find(ast.expr, region):
             is_read = isinstance(getattr(node, "ctx", None), ast.Load) and not is_self(node)
             if not is_read or _plain(name_of(node)) not in names:
                 continue
-            parent = source.parents.get(node)
+            parent = parent_of(node)
             if isinstance(parent, ast.Call) and parent.func is node:
                 node = parent
             if node not in seen:
                 seen.add(node)
-                yield source, node
+                yield node
 
 
-def _replaced(site: Site, source: Source, node: ast.expr, module: bool | None = None) -> Edits:
+def _replaced(site: Site, node: ast.expr, module: bool | None = None) -> Edits:
     """Replace the call of an activation, or a reference to it."""
     expected = site.finding.values["expected"]
     func = node.func if isinstance(node, ast.Call) else node
     name = name_of(func)
     is_module = name[:1].isupper() if module is None else module
-    base = source.code(func.value) if isinstance(func, ast.Attribute) else ""
+    base = code_of(func.value) if isinstance(func, ast.Attribute) else ""
     if not isinstance(node, ast.Call):
         tensor = "" if is_module else " x"
         new = _module(site, base) if is_module else _function(site, "x", base)
-        above = source.parents.get(node)
+        above = parent_of(node)
         within = isinstance(above, (ast.BoolOp, ast.IfExp, ast.Compare))
         function = f"lambda{tensor}: {new}"
-        if isinstance(above, ast.stmt) and isinstance(source.parents.get(above), ast.ClassDef):
+        if isinstance(above, ast.stmt) and isinstance(parent_of(above), ast.ClassDef):
             function = f"staticmethod({function})"  # without self, as a function of torch is called
-        return [source.replace(node, f"({function})" if within else function)]
+        return [Edit.replace(node, f"({function})" if within else function)]
     if name == TORCH[expected][0 if is_module else 1] and expected == "gelu_new":
         approximate = argument(node, 0 if is_module else 1, "approximate")
         if approximate is not None:
-            return [source.replace(approximate, source.quoted("tanh"))]
+            return [Edit.replace(approximate, source_of(node).quoted("tanh"))]
         if is_module or node.args:
-            return [source.set_keyword(node, "approximate", source.quoted("tanh"))]
+            return [Edit.set_keyword(node, "approximate", source_of(node).quoted("tanh"))]
     if is_module:
-        return [source.replace(node, _module(site, base))]
+        return [Edit.replace(node, _module(site, base))]
     tensor_node = (
         node.args[0] if node.args else func.value if isinstance(func, ast.Attribute) else func
     )
-    new = _function(site, source.code(tensor_node), base)
-    return [source.replace(node, _stored(site, node, tensor_node, new))]
+    new = _function(site, code_of(tensor_node), base)
+    return [Edit.replace(node, _stored(site, node, tensor_node, new))]
 
 
 def _module(site: Site, base: str = "") -> str:
@@ -412,5 +420,5 @@ def _function(site: Site, tensor: str, base: str = "") -> str:
 
 def _stored(site: Site, node: ast.expr, tensor: ast.expr, new: str) -> str:
     """Return the new expression, assigned to the tensor if the old one changed it in place."""
-    in_place = isinstance(site.source.parents.get(node), ast.Expr) and isinstance(tensor, ast.Name)
-    return f"{site.source.code(tensor)} = {new}" if in_place else new
+    in_place = isinstance(parent_of(node), ast.Expr) and isinstance(tensor, ast.Name)
+    return f"{code_of(tensor)} = {new}" if in_place else new

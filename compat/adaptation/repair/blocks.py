@@ -8,9 +8,25 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from compat.adaptation.repair.fixes import Edits, Site, fixes
+from compat.adaptation.repair.edits import Edit, Edits, apply
+from compat.adaptation.repair.fixes import Site, fixes
 from compat.adaptation.repair.formulas import only, removed, unused
-from compat.adaptation.repair.source import Edit, Source, apply
+from compat.adaptation.repair.source import (
+    Source,
+    ancestors,
+    block_of,
+    code_around,
+    code_of,
+    enclosing,
+    find,
+    find_calls,
+    following,
+    indent_of,
+    parent_of,
+    preceding,
+    source_of,
+    span,
+)
 from compat.adaptation.repair.syntax import (
     assignments,
     called,
@@ -56,7 +72,7 @@ class Residual:
     branch: ast.expr
 
 
-def _residuals(source: Source, statement: ast.stmt) -> list[Residual]:
+def _residuals(statement: ast.stmt) -> list[Residual]:
     """Return the readings of a statement as a residual sum, the likeliest first."""
     match statement:
         case ast.AugAssign(ast.Name() as target, ast.Add(), ast.Name() as value):
@@ -68,8 +84,8 @@ def _residuals(source: Source, statement: ast.stmt) -> list[Residual]:
             pass
         case _:
             return []
-    for node in source.nodes(ast.BinOp, statement):
-        if isinstance(node.op, ast.Add) and not isinstance(source.parents[node], ast.Subscript):
+    for node in find(ast.BinOp, statement):
+        if isinstance(node.op, ast.Add) and not isinstance(parent_of(node), ast.Subscript):
             pairs = [(node.left, node.right), (node.right, node.left)]
             both = [Residual(statement, node, a, b) for a, b in pairs if isinstance(a, ast.Name)]
             return [residual for residual in both if not isinstance(residual.branch, ast.Constant)]
@@ -80,11 +96,11 @@ def _stores(statement: ast.stmt) -> set[str]:
     return variables(statement, ast.Store)
 
 
-def _loads(source: Source, statement: ast.AST, name: str) -> list[ast.Name]:
+def _loads(statement: ast.AST, name: str) -> list[ast.Name]:
     """Return where a statement reads a tensor, other than its shape and its type."""
     found = []
-    for node in source.nodes(ast.Name, statement):
-        above = source.parents[node]
+    for node in find(ast.Name, statement):
+        above = parent_of(node)
         shape = isinstance(above, ast.Attribute) and above.attr in SHAPE
         length = isinstance(above, ast.Call) and called(above) == "len"
         if node.id == name and isinstance(node.ctx, ast.Load) and not (shape or length):
@@ -103,8 +119,8 @@ def _normed_input(
         wrap: the code of the norm of a tensor.
         dropped: statements that are removed.
     """
-    source, name = site.source, residual.stream.id
-    block = source.block(residual.statement)
+    name = residual.stream.id
+    block = block_of(residual.statement)
     end = block.index(residual.statement)
     start = next((i for i in range(end - 1, -1, -1) if name in _stores(block[i])
                   and block[i] not in dropped), -1)  # fmt: skip
@@ -114,26 +130,26 @@ def _normed_input(
     for statement in block[start + 1 : end + 1]:
         if statement in dropped:
             continue
-        uses += [n for n in _loads(source, statement, tensor) if n is not residual.stream]
+        uses += [n for n in _loads(statement, tensor) if n is not residual.stream]
         if tensor in _stores(statement):
             break
     if not uses and copied is not None:
         tensor, copied = name, None
         for statement in block[start + 1 : end + 1]:
-            uses += [n for n in _loads(source, statement, name) if n is not residual.stream]
+            uses += [n for n in _loads(statement, name) if n is not residual.stream]
     if not uses:
         return None
     first = next(s for s in block if uses[0] in set(ast.walk(s)))
     if copied is not None and first is not residual.statement:
         names = _passed_together(site, tensor)
         line = f"{', '.join(names)} = {', '.join(wrap(each) for each in names)}"
-        read = (s for s in block[start + 1 :] if any(_loads(source, s, each) for each in names))
-        return [source.insert_before(next(read), line)]
+        read = (s for s in block[start + 1 :] if any(_loads(s, each) for each in names))
+        return [Edit.insert_before(next(read), line)]
     if len(uses) == 1:
-        return [source.replace(uses[0], wrap(tensor))]
+        return [Edit.replace(uses[0], wrap(tensor))]
     new = site.new_name("normed", "y", "x_norm")
-    edits = [source.replace(node, new) for node in uses]
-    return [source.insert_before(first, f"{new} = {wrap(tensor)}"), *edits]
+    edits = [Edit.replace(node, new) for node in uses]
+    return [Edit.insert_before(first, f"{new} = {wrap(tensor)}"), *edits]
 
 
 def _copied(statement: ast.stmt, name: str) -> str | None:
@@ -149,8 +165,8 @@ def _passed_together(site: Site, name: str) -> list[str]:
     """
     every = [] if site.function is None else parameters(site.function)
     names = [name for name in every if name != "self"]
-    for source, call in site.every(ast.Call):
-        codes = [source.code(each) for each in call.args]
+    for call in site.every(ast.Call):
+        codes = [code_of(each) for each in call.args]
         same = len(list(next(itertools.groupby(codes))[1])) if codes else 0
         root = next((n.id for n in ast.walk(call.func) if isinstance(n, ast.Name)), "")
         is_method = root == "self" or root not in {called(call), *site.imported}
@@ -165,10 +181,10 @@ def _passed_together(site: Site, name: str) -> list[str]:
 def _norm_modules(site: Site) -> dict[str, ast.Call]:
     """Return the calls that build a norm, by the attribute or key under which a module holds it."""
     found: dict[str, ast.Call] = {}
-    for source, call in site.every(ast.Call):
+    for call in site.every(ast.Call):
         if not _is_norm_class(called(call)):
             continue
-        for above in source.ancestors(call):
+        for above in ancestors(call):
             match above:
                 case ast.keyword(str(name)) | ast.Assign([ast.Attribute(attr=name), *_]):
                     found.setdefault(name, call)
@@ -201,19 +217,19 @@ def _is_norm(site: Site, call: ast.Call) -> bool:
 
 
 def _norm_calls(site: Site, within: ast.AST) -> list[ast.Call]:
-    return [call for call in site.source.nodes(ast.Call, within) if _is_norm(site, call)]
+    return [call for call in find(ast.Call, within) if _is_norm(site, call)]
 
 
-def _wrap(source: Source, call: ast.Call) -> Wrap:
+def _wrap(call: ast.Call) -> Wrap:
     """Return the code of a norm of another tensor than the one of this call."""
-    before, after = source.around(call, call.args[0])
+    before, after = code_around(call, call.args[0])
     return lambda tensor: f"{before}{tensor}{after}"
 
 
 def _statements(site: Site) -> list[ast.stmt]:
     """Return the simple statements of the finding's function, the finding's own first."""
     within = site.function or site.statement
-    found = [n for n in site.source.nodes(ast.stmt, within) if not hasattr(n, "body")]
+    found = [n for n in find(ast.stmt, within) if not hasattr(n, "body")]
     return sorted(found, key=lambda node: node is not site.statement)
 
 
@@ -231,7 +247,7 @@ def pre_norm(site: Site) -> Iterator[Edits]:
     The finding's lines may only call the functions with the sums.
     """
     functions = site.every(ast.FunctionDef)
-    elsewhere = (site.at(source.file, each.body[0].lineno) for source, each in functions)
+    elsewhere = (site.around(each.body[0]) for each in functions)
     for places in (site.everywhere, elsewhere):
         found = [
             edits
@@ -250,41 +266,39 @@ def pre_norm_of_wrapper(site: Site) -> Iterator[Edits]:
 
     The wrapper, whose code the finding is in, then only adds.
     """
-    source, name = site.source, "" if site.cls is None else site.cls.name
+    name = "" if site.cls is None else site.cls.name
     norms = [call for call in site.calls if _is_norm(site, call) and is_sum(call.args[0])]
     held = {
         name_of(target)
-        for other, node in site.every(ast.Assign) if other.calls(name, within=node.value)
+        for node in site.every(ast.Assign) if find_calls(name, within=node.value)
         for target in node.targets
     }  # fmt: skip
     for norm, stream in itertools.product(norms, (0, 1)):
-        edits = source.unwrap(norm, norm.args[0])
-        for other, call in site.every(ast.Call):
-            statement = other.parent(call, ast.stmt)
+        edits = Edit.unwrap(norm, norm.args[0])
+        for call in site.every(ast.Call):
+            statement = enclosing(call, ast.stmt)
             match call.args[stream:] + call.args[:stream]:
                 case [ast.Name() as tensor, branch] if own_attribute(call.func) in held:
                     assert statement is not None
-                    wrap: Wrap = f"{other.code(call.func)}.{name_of(norm.func)}({{}})".format
+                    wrap: Wrap = f"{code_of(call.func)}.{name_of(norm.func)}({{}})".format
                     residual = Residual(statement, call, tensor, branch)
-                    place = site.at(other.file, statement.lineno)
-                    edits += _normed_input(place, residual, wrap) or []
+                    edits += _normed_input(site.around(statement), residual, wrap) or []
         yield edits
 
 
 def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
-    source = site.source
     for call in _norm_calls(site, statement):
         summed = call.args[0]
         if isinstance(summed, ast.BinOp):
-            for residual in _residuals(source, statement):
-                moved = _normed_input(site, residual, _wrap(source, call))
+            for residual in _residuals(statement):
+                moved = _normed_input(site, residual, _wrap(call))
                 if residual.sum is summed and moved:
-                    return [*source.unwrap(call, summed), *moved]
-        for total in source.before(statement)[-1:]:
+                    return [*Edit.unwrap(call, summed), *moved]
+        for total in preceding(statement)[-1:]:
             if isinstance(summed, ast.Name) and summed.id in _stores(total):
-                for residual in _residuals(source, total):
-                    if moved := _normed_input(site, residual, _wrap(source, call), (statement,)):
-                        return [*only(source, call, summed), *moved]
+                for residual in _residuals(total):
+                    if moved := _normed_input(site, residual, _wrap(call), (statement,)):
+                        return [*only(call, summed), *moved]
     return None
 
 
@@ -292,9 +306,11 @@ def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
 def norm_first(site: Site) -> Iterator[Edits]:
     """Set `norm_first` of torch's own layers."""
     for source in site.sources.values():
-        layers = [c for c in source.nodes(ast.Call) if re.match("Transformer.*Layer", called(c))]
+        layers = [
+            c for c in find(ast.Call, source.tree) if re.match("Transformer.*Layer", called(c))
+        ]
         if layers:
-            yield [source.set_keyword(call, "norm_first", "True") for call in layers]
+            yield [Edit.set_keyword(call, "norm_first", "True") for call in layers]
 
 
 @fixes("norm_on_output")
@@ -305,25 +321,24 @@ def norm_on_input(site: Site) -> Iterator[Edits]:
 
 
 def _output_to_input(site: Site, statement: ast.stmt) -> Edits | None:
-    source = site.source
     for call in _norm_calls(site, statement):
         if isinstance(call.args[0], ast.BinOp):
             continue
-        dropped = only(source, call, call.args[0])
+        dropped = only(call, call.args[0])
         alone = (statement,) if len(dropped) == 1 else ()
-        for later in [statement, *source.after(statement)]:
-            for residual in _residuals(source, later):
+        for later in [statement, *following(statement)]:
+            for residual in _residuals(later):
                 if later is statement and call not in set(ast.walk(residual.branch)):
                     continue
-                if moved := _normed_input(site, residual, _wrap(source, call), alone):
+                if moved := _normed_input(site, residual, _wrap(call), alone):
                     return [*dropped, *moved]
-            if _residuals(source, later):
+            if _residuals(later):
                 break
         inner = call.args[0]
         if isinstance(inner, ast.Call) and inner.args and isinstance(inner.args[0], ast.Name):
             tensor = inner.args[0]
-            normed = source.replace(tensor, _wrap(source, call)(tensor.id))
-            return [*source.unwrap(call, inner), normed]
+            normed = Edit.replace(tensor, _wrap(call)(tensor.id))
+            return [*Edit.unwrap(call, inner), normed]
     return None
 
 
@@ -332,7 +347,7 @@ def residual_before_norm(site: Site) -> Iterator[Edits]:
     """Start the residual connections before the norms: the first norm then is not an extra one."""
     found: list[Edits] = []
     for statement in _statements(site):
-        for residual in _residuals(site.source, statement):
+        for residual in _residuals(statement):
             if edits := _from_before_norm(site, residual):
                 found.append(edits)
                 break
@@ -343,18 +358,17 @@ def residual_before_norm(site: Site) -> Iterator[Edits]:
 
 def _normed_operand(site: Site, statement: ast.stmt) -> list[Edits]:
     """Remove the norm from `ln(x)` in `ln(x) + branch(ln(x))`."""
-    source = site.source
-    for node in source.nodes(ast.BinOp, statement):
+    for node in find(ast.BinOp, statement):
         for operand in (node.left, node.right) if is_sum(node) else ():
             match operand:
                 case ast.Call(_, [ast.Name() as tensor, *_]) if _is_norm(site, operand):
-                    return [source.unwrap(operand, tensor)]
+                    return [Edit.unwrap(operand, tensor)]
     return []
 
 
 def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
-    source, name = site.source, residual.stream.id
-    block = source.block(residual.statement)
+    name = residual.stream.id
+    block = block_of(residual.statement)
     end = block.index(residual.statement)
     i = next((i for i in range(end - 1, -1, -1) if name in _stores(block[i])), -1)
     if i < 0 or not isinstance(definition := block[i], ast.Assign):
@@ -365,16 +379,16 @@ def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
                 return None
             tensor = call.args[0]
             if not isinstance(tensor, ast.Name) or tensor.id != copied:  # h = ln(x); residual = h
-                return [source.replace(value, source.code(tensor))]
+                return [Edit.replace(value, code_of(tensor))]
             return [  # x = ln(x); residual = x
-                source.replace(before, source.code(definition)),
-                source.replace(definition, source.code(before)),
+                Edit.replace(before, code_of(definition)),
+                Edit.replace(definition, code_of(before)),
             ]
         case _, ast.Call(_, [ast.Name(normed), *_]) as call if _is_norm(site, call):
             if normed != name:  # h = ln(x); x = h + branch(h)
-                return [source.replace(residual.stream, normed)]
-            moved = _normed_input(site, residual, _wrap(source, call), (definition,))
-            return None if moved is None else _merged([removed(source, definition), *moved])
+                return [Edit.replace(residual.stream, normed)]
+            moved = _normed_input(site, residual, _wrap(call), (definition,))
+            return None if moved is None else _merged([removed(definition), *moved])
     return None
 
 
@@ -386,26 +400,25 @@ def _merged(edits: Edits) -> Edits:
 @fixes("extra_ln")
 def norm_after_loop(site: Site) -> Iterator[Edits]:
     """Move a norm from the end of the loop over the blocks to the line after it."""
-    source, statement = site.source, site.statement
-    loop = source.parents.get(statement)
+    statement = site.statement
+    loop = parent_of(statement)
     if (
         isinstance(loop, ast.For)
         and len(loop.body) > 1
         and statement is loop.body[-1]
         and any(_is_norm(site, call) for call in site.calls)
         and statement.lineno == statement.end_lineno
-        and source.text[: source.span(statement)[0]].rpartition("\n")[2].isspace()
+        and indent_of(statement).isspace()
     ):
-        yield [source.remove(statement), source.insert_after(loop, source.code(statement))]
+        yield [Edit.remove(statement), Edit.insert_after(loop, code_of(statement))]
 
 
 @fixes("extra_ln")
 def removed_norm(site: Site) -> Iterator[Edits]:
     """Remove the call of a norm, and the module that is then not used."""
-    source = site.source
     for call in site.calls:
         if _is_norm(site, call):
-            edits = only(source, call, call.args[0])
+            edits = only(call, call.args[0])
             yield [*edits, *_unused_norm(site, call)]
             yield edits
 
@@ -417,9 +430,9 @@ def _unused_norm(site: Site, call: ast.Call) -> Edits:
     if edits or not isinstance(call.func, ast.Attribute):
         return edits
     name = call.func.attr
-    if sum(node.attr == name for node in source.nodes(ast.Attribute)) == 1:
-        for built in source.nodes(ast.Call):
-            edits += [source.remove_argument(built, k) for k in built.keywords if k.arg == name]
+    if sum(node.attr == name for node in find(ast.Attribute, source.tree)) == 1:
+        for built in find(ast.Call, source.tree):
+            edits += [Edit.remove_argument(built, k) for k in built.keywords if k.arg == name]
     return edits
 
 
@@ -427,14 +440,14 @@ def _unused_norm(site: Site, call: ast.Call) -> Edits:
 def removed_norm_module(site: Site) -> Iterator[Edits]:
     """Remove a norm from a Sequential, or the last norm of torch's own encoder."""
     for source in site.ordered:
-        for call in source.nodes(ast.Call):
+        for call in find(ast.Call, source.tree):
             items: list[ast.expr | ast.keyword] = []
             if called(call) == "Sequential":
                 items = [a for a in call.args
                          if isinstance(a, ast.Call) and _is_norm_class(called(a))]  # fmt: skip
             elif called(call).startswith("Transformer"):
                 items = [k for k in call.keywords if k.arg == "norm"]
-            yield from ([source.remove_argument(call, item)] for item in items)
+            yield from ([Edit.remove_argument(call, item)] for item in items)
 
 
 @fixes("missing_ln")
@@ -442,13 +455,13 @@ def added_norm(site: Site) -> Iterator[Edits]:
     """Apply a norm to the input of a branch: an unused one of the class, or a new one."""
     if site.cls is None or site.finding.tap is None:
         return
-    source, first = site.source, site.finding.tap.endswith("ln_1")
-    statements = [site.statement, *source.after(site.statement)]
-    sums = [r for statement in statements for r in _residuals(source, statement)][:2]
+    first = site.finding.tap.endswith("ln_1")
+    statements = [site.statement, *following(site.statement)]
+    sums = [r for statement in statements for r in _residuals(statement)][:2]
     norms: list[tuple[str, Edits]] = [(name, []) for name in _unused_norms(site, site.cls)]
     if site.init is not None:
         for name, statement, new in _new_norms(site, site.init, first):
-            insert = source.insert_before if first else source.insert_after
+            insert = Edit.insert_before if first else Edit.insert_after
             norms.append((name, [insert(statement, new)]))
     for name, created in norms:
         for residual in sums:
@@ -459,49 +472,49 @@ def added_norm(site: Site) -> Iterator[Edits]:
 @fixes("shared_parameters")
 def second_norm(site: Site) -> Iterator[Edits]:
     """Call another norm where a block calls one a second time: an unused one, or a new one."""
-    source, cls, init = site.source, site.cls, site.init
+    cls, init = site.cls, site.init
     if cls is None or init is None:
         return
     for norm in [call.func for call in site.calls if _is_norm(site, call)]:
         if not is_self(norm):
             continue
         for name in _unused_norms(site, cls):
-            yield [source.replace(norm, f"self.{name}")]
+            yield [Edit.replace(norm, f"self.{name}")]
         for value in self_assignments(init, norm.attr):
-            if statement := source.parent(value, ast.stmt):
+            if statement := enclosing(value, ast.stmt):
                 new = f"self.{norm.attr}_2"
-                built = source.insert_after(statement, f"{new} = {source.code(value)}")
-                yield [built, source.replace(norm, new)]
+                built = Edit.insert_after(statement, f"{new} = {code_of(value)}")
+                yield [built, Edit.replace(norm, new)]
 
 
 @fixes("missing_ln")
 def norm_of_wrapper(site: Site) -> Iterator[Edits]:
     """Apply the unused norm of a class that wraps the branches."""
     source = site.source
-    for cls in source.nodes(ast.ClassDef):
+    for cls in find(ast.ClassDef, source.tree):
         names = [] if cls is site.cls else _unused_norms(site, cls)
         for name in names:
-            for statement in source.nodes(ast.Return, cls):
-                residuals = _residuals(source, statement)
+            for statement in find(ast.Return, cls):
+                residuals = _residuals(statement)
                 for residual in residuals:
                     if edits := _normed_input(site, residual, _of_self(name)):
                         yield edits
                 value = statement.value
                 if not residuals and isinstance(value, ast.Call) and value.args:
                     tensor = value.args[0]
-                    yield [source.replace(tensor, f"self.{name}({source.code(tensor)})")]
+                    yield [Edit.replace(tensor, f"self.{name}({code_of(tensor)})")]
 
 
 def _norm_like(site: Site, name: str) -> Wrap:
     """Return the code of a norm of this name, applied like another one in the function."""
-    for call in site.source.nodes(ast.Call, site.function):
+    for call in find(ast.Call, site.region):
         if _is_norm(site, call) and isinstance(call.func, (ast.Attribute, ast.Subscript)):
             owner: ast.expr = call.func
             while isinstance(owner, ast.Subscript):
                 owner = owner.value
             if isinstance(owner, ast.Attribute):
-                _, rest = site.source.around(call.func, owner)
-                func = site.source.code(owner).removesuffix(owner.attr) + name + rest
+                _, rest = code_around(call.func, owner)
+                func = code_of(owner).removesuffix(owner.attr) + name + rest
                 return lambda tensor: f"{func}({tensor})"
     return _of_self(name)
 
@@ -515,7 +528,7 @@ def _unused_norms(site: Site, cls: ast.ClassDef) -> list[str]:
     within = set(ast.walk(cls))
     every = {
         node.attr
-        for source, node in site.every(ast.Attribute)
+        for node in site.every(ast.Attribute)
         if isinstance(node.ctx, ast.Load) and (node in within or not is_self(node))
     }
     return [name for name, call in _norm_modules(site).items()
@@ -526,7 +539,6 @@ def _new_norms(
     site: Site, init: ast.FunctionDef, first: bool
 ) -> Iterator[tuple[str, ast.stmt, str]]:
     """Yield the name of a new norm, the statement beside it, and the statement that builds it."""
-    source = site.source
     own = []
     for statement in init.body:
         match statement:
@@ -534,7 +546,7 @@ def _new_norms(
                 own.append(statement)
                 if old in _norm_modules(site):
                     name = _sibling(old, first)
-                    yield name, statement, f"self.{name} = {source.code(value)}"
+                    yield name, statement, f"self.{name} = {code_of(value)}"
     name = "ln_1" if first else "ln_2"
     for new in _constructors(site, init):
         yield name, own[0], f"self.{name} = {new}"
@@ -567,16 +579,16 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
 
     norms = list(_norm_modules(site).values())
     for call in filter(is_known, norms):
-        yield next(s.code(call) for s in site.sources.values() if call in s.parents)
+        yield code_of(call)
     torchs = site.torch("torch.nn.LayerNorm")  # for where the user's own takes other arguments
     classes = [*sorted({ast.unparse(call.func) for call in norms} - {torchs}), torchs]
     widths = [
-        site.source.code(call.args[place])
-        for call in site.source.nodes(ast.Call, init)
+        code_of(call.args[place])
+        for call in find(ast.Call, init)
         if (place := {"Linear": 0, "Embedding": 1}.get(called(call))) is not None
         and len(call.args) > place and is_known(call.args[place])
     ]  # fmt: skip
-    for width in widths or hyperparameters(site, site.source, init, "n_embd"):
+    for width in widths or hyperparameters(site, init, "n_embd"):
         yield from (f"{cls}({width})" for cls in classes)
 
 
@@ -603,11 +615,11 @@ def final_norm(site: Site) -> Iterator[Edits]:
 
 def _held(site: Site, name: str) -> str:
     """Return how the class reaches a module of its own, or one in a ModuleDict."""
-    statement = site.source.parent(_norm_modules(site)[name], ast.Assign)
+    statement = enclosing(_norm_modules(site)[name], ast.Assign)
     holder = statement and statement.targets[0]
     if not isinstance(holder, ast.Attribute) or holder.attr == name:
         return f"self.{name}"
-    keyed = site.source.nodes(ast.Subscript, site.cls)
+    keyed = find(ast.Subscript, site.cls or site.tree)
     if any(isinstance(s.value, ast.Attribute) and s.value.attr == holder.attr for s in keyed):
         return f"self.{holder.attr}[{site.source.quoted(name)}]"
     return f"self.{holder.attr}.{name}"
@@ -615,22 +627,22 @@ def _held(site: Site, name: str) -> str:
 
 def _before_head(site: Site, norm: str) -> Iterator[Edits]:
     """Apply a norm to the tensor that the finding's line passes to the head."""
-    source, statement = site.source, site.statement
+    statement = site.statement
     if site.function is None:
         return
     local = {a.arg for a in site.function.args.args} | _stores(site.function)
-    tensors = [n for n in source.nodes(ast.Name, statement) if n.id in local - {"self"}
-               and n in _loads(source, statement, n.id)]  # fmt: skip
+    tensors = [n for n in find(ast.Name, statement) if n.id in local - {"self"}
+               and n in _loads(statement, n.id)]  # fmt: skip
     outermost = next(s for s in site.function.body if statement in set(ast.walk(s)))
     for node in tensors:
-        new = source.insert_before(outermost, f"{node.id} = {norm}({node.id})")
-        inline = source.replace(node, f"{norm}({node.id})")
-        nested = outermost is not statement or isinstance(source.parents[node], ast.Subscript)
+        new = Edit.insert_before(outermost, f"{node.id} = {norm}({node.id})")
+        inline = Edit.replace(node, f"{norm}({node.id})")
+        nested = outermost is not statement or isinstance(parent_of(node), ast.Subscript)
         line_first = nested or isinstance(statement, ast.Assign)
         yield from ([edit] for edit in ((new, inline) if line_first else (inline, new)))
     calls = [c for c in site.calls if c.args and isinstance(c.args[0], (ast.Call, ast.Subscript))]
     for call in calls:
-        yield [source.replace(call.args[0], f"{norm}({source.code(call.args[0])})")]
+        yield [Edit.replace(call.args[0], f"{norm}({code_of(call.args[0])})")]
 
 
 def _final_name(site: Site) -> str:
@@ -646,16 +658,15 @@ def _final_name(site: Site) -> str:
 
 def _beside_head(site: Site, init: ast.FunctionDef, new: str) -> Edit:
     """Insert a statement before the one that builds the head, or after the blocks."""
-    source = site.source
-    read = {n.attr for n in source.nodes(ast.Attribute, site.statement)}
+    read = {n.attr for n in find(ast.Attribute, site.statement)}
     built = [s for s in init.body if isinstance(s, ast.Assign)]
     for statement in built:
         target = statement.targets[0]
         if isinstance(target, ast.Attribute) and target.attr in read:
-            if source.calls("Linear", within=statement):
-                return source.insert_before(statement, new)
-    blocks = [s for s in built if source.calls(*BODY, within=s)]
-    return source.insert_after((blocks or built or init.body)[-1], new)
+            if find_calls("Linear", within=statement):
+                return Edit.insert_before(statement, new)
+    blocks = [s for s in built if find_calls(*BODY, within=s)]
+    return Edit.insert_after((blocks or built or init.body)[-1], new)
 
 
 # Residual connections.
@@ -664,30 +675,29 @@ def _beside_head(site: Site, init: ast.FunctionDef, new: str) -> Edit:
 @fixes("missing_residual")
 def added_residual(site: Site) -> Iterator[Edits]:
     """Add the input of a branch to its output."""
-    source = site.source
     if site.function is None:
         return
-    before = source.before(site.statement)
-    for statement in _branch_end(source, site.statement):
+    before = preceding(site.statement)
+    for statement in _branch_end(site.statement):
         match statement:
             case ast.Assign([ast.Name(), *_], value) | ast.Return(ast.expr() as value):
-                code, last = source.code(value), _stream_last(site)
+                code, last = code_of(value), _stream_last(site)
                 last = last or is_sum(value)  # a sum with a bias
                 for name in _streams(site, before, statement):
                     total = f"{code} + {name}" if last else f"{name} + {code}"
-                    yield [source.replace(value, total)]
+                    yield [Edit.replace(value, total)]
     yield from _saved_residual(site)
 
 
-def _branch_end(source: Source, call: ast.stmt) -> list[ast.stmt]:
+def _branch_end(call: ast.stmt) -> list[ast.stmt]:
     """Return statements with which a branch may end, the last first: its call, dropout, a copy."""
     found = [call]
-    for statement in source.after(call):
+    for statement in following(call):
         value = getattr(statement, "value", None)
         dropout = isinstance(value, ast.Call) and "drop" in ast.unparse(value.func).lower()
         copied = isinstance(value, ast.Name) and not (
             isinstance(statement, ast.Return)
-            or any(_loads(source, later, value.id) for later in source.after(statement))
+            or any(_loads(later, value.id) for later in following(statement))
         )
         if not (dropout or copied) or not _stores(found[-1]) & variables(statement, ast.Load):
             break
@@ -697,10 +707,9 @@ def _branch_end(source: Source, call: ast.stmt) -> list[ast.stmt]:
 
 def _streams(site: Site, before: list[ast.stmt], statement: ast.stmt) -> list[str]:
     """Return the names that may hold the residual stream, the likeliest first."""
-    source = site.source
     assert site.function is not None
-    idle = [name for name in reversed(_copies(before)) if not _loads(source, statement, name)]
-    read = [n.id for n in source.nodes(ast.Name, statement) if n in _loads(source, statement, n.id)]
+    idle = [name for name in reversed(_copies(before)) if not _loads(statement, name)]
+    read = [n.id for n in find(ast.Name, statement) if n in _loads(statement, n.id)]
     written = [name for s in reversed(before) for name in sorted(_stores(s))]
     inputs = [a.arg for a in site.function.args.args if a.arg != "self"]
     local = {*inputs, *_stores(site.function)}
@@ -717,53 +726,53 @@ def _copies(statements: list[ast.stmt]) -> list[str]:
 
 def _stream_last(site: Site) -> bool:
     """Return whether the function writes its other sums as `branch + x`."""
-    found = [r for s in _statements(site) for r in _residuals(site.source, s)[:1]]
+    found = [r for s in _statements(site) for r in _residuals(s)[:1]]
     return any(isinstance(r.sum, ast.BinOp) and r.sum.right is r.stream for r in found)
 
 
 @fixes("doubled_residual")
 def without_second_sum(site: Site) -> Iterator[Edits]:
     """Remove the second sum, or the assignment in place before it."""
-    yield [site.source.remove(site.statement)]
-    source = site.source
+    yield [Edit.remove(site.statement)]
     before = [s for s in _statements(site) if s.lineno < site.line and isinstance(s, ast.AugAssign)]
     for statement in reversed(before):
-        new = f"{source.code(statement.target)} = {source.code(statement.value)}"
-        yield [source.replace(statement, new)]
+        new = f"{code_of(statement.target)} = {code_of(statement.value)}"
+        yield [Edit.replace(statement, new)]
 
 
 def _saved_residual(site: Site) -> Iterator[Edits]:
     """Save the stream before a branch that overwrites it, and add it behind the branch."""
-    source, statement, name = site.source, site.statement, variable(site.statement)
+    statement, name = site.statement, variable(site.statement)
     if not name:
         return
     saved = next(iter(_copies(_statements(site))), "") or site.new_name("residual", "shortcut")
     before = itertools.takewhile(
-        lambda s: _stores(s) == {name} and not _residuals(source, s),
-        reversed(source.before(statement)),
+        lambda s: _stores(s) == {name} and not _residuals(s),
+        reversed(preceding(statement)),
     )
     after = itertools.takewhile(
-        lambda s: _stores(s) == {name} and not _norm_calls(site, s), source.after(statement)
+        lambda s: _stores(s) == {name} and not _norm_calls(site, s), following(statement)
     )
     end = [statement, *after][-1]
     if isinstance(end, ast.Assign):
-        added = source.replace(end.value, f"{saved} + {source.code(end.value)}")
+        added = Edit.replace(end.value, f"{saved} + {code_of(end.value)}")
         for begin in [*reversed([*before]), statement]:
-            yield [source.insert_before(begin, f"{saved} = {name}"), added]
+            yield [Edit.insert_before(begin, f"{saved} = {name}"), added]
 
 
 @fixes("missing_residual")
 def residual_wrapper(site: Site) -> Iterator[Edits]:
     """Put a module into the user's wrapper that adds the input to the output."""
-    for source, wrapper in site.every(ast.ClassDef):
+    for wrapper in site.every(ast.ClassDef):
         if not re.search("resid", wrapper.name, re.I):
             continue
-        wrapped = [c.args[0] for c in source.calls(wrapper.name) if c.args]
+        tree = source_of(wrapper).tree
+        wrapped = [c.args[0] for c in find_calls(wrapper.name, within=tree) if c.args]
         names = {called(each) for each in wrapped if isinstance(each, ast.Call)}
-        for call in source.calls(*names):
-            above = source.parents[call]
+        for call in find_calls(*names, within=tree):
+            above = parent_of(call)
             if not (isinstance(above, ast.Call) and called(above) == wrapper.name):
-                yield [source.replace(call, f"{wrapper.name}({source.code(call)})")]
+                yield [Edit.replace(call, f"{wrapper.name}({code_of(call)})")]
 
 
 @fixes("missing_residual")
@@ -772,38 +781,37 @@ def residual_inside(site: Site) -> Iterator[Edits]:
 
     Its sum with the stream may be written there: `x + mlp(x + attn(x))`.
     """
-    source, statement = site.source, site.statement
-    for residual in _residuals(source, statement):
+    statement = site.statement
+    for residual in _residuals(statement):
         name = residual.stream.id
-        for total in source.nodes(ast.BinOp, residual.branch):
+        for total in find(ast.BinOp, residual.branch):
             if is_sum(total) and name in (name_of(total.left), name_of(total.right)):
-                first = source.insert_before(statement, f"{name} = {source.code(total)}")
-                yield [first, source.replace_group(total, name)]
-        for outer in source.nodes(ast.Call, residual.sum):
+                first = Edit.insert_before(statement, f"{name} = {code_of(total)}")
+                yield [first, Edit.replace_group(total, name)]
+        for outer in find(ast.Call, residual.sum or site.tree):
             for inner in outer.args:
-                if isinstance(inner, ast.Call) and _loads(source, inner, name):
-                    new = f"{name} = {name} + {source.code(inner)}"
-                    yield [source.insert_before(statement, new), source.replace(inner, name)]
+                if isinstance(inner, ast.Call) and _loads(inner, name):
+                    new = f"{name} = {name} + {code_of(inner)}"
+                    yield [Edit.insert_before(statement, new), Edit.replace(inner, name)]
 
 
 @fixes("missing_residual")
 def residual_from_attention(site: Site) -> Iterator[Edits]:
     """Add the MLP to the sum that includes attention instead of the input of the block."""
-    source = site.source
-    for statement in [site.statement, *source.after(site.statement)]:
-        for residual in _residuals(source, statement):
-            before = source.before(statement)
+    for statement in [site.statement, *following(site.statement)]:
+        for residual in _residuals(statement):
+            before = preceding(statement)
             for name in reversed([name for s in before for name in sorted(_stores(s))]):
                 if name != residual.stream.id:
-                    yield [source.replace(residual.stream, name)]
+                    yield [Edit.replace(residual.stream, name)]
 
 
 @fixes("residual_from_norm", "doubled_residual")
 def branch_without_its_input(site: Site) -> Iterator[Edits]:
     """Let a branch return its result without its own input, which the block adds."""
-    for node in site.source.nodes(ast.BinOp, site.statement):
+    for node in find(ast.BinOp, site.statement):
         if is_sum(node):
-            yield from (site.source.unwrap(node, part) for part in (node.right, node.left))
+            yield from (Edit.unwrap(node, part) for part in (node.right, node.left))
 
 
 # Parallel branches.
@@ -832,92 +840,88 @@ def _flat(node: ast.expr) -> list[ast.expr]:
 
 
 def _two_sums(
-    source: Source, statement: ast.stmt, stream: str, last: bool, attention: str, mlp: str
+    statement: ast.stmt, stream: str, last: bool, attention: str, mlp: str
 ) -> tuple[str, Edit]:
     """Return the line that adds attention, and the sum with the MLP in place of the statement's.
 
     Args:
-        source: the file.
         statement: the statement that adds both.
         stream: the variable that they are added to.
         last: whether the stream is the last term of a sum.
         attention, mlp: the code of the branches.
     """
     if isinstance(statement, ast.AugAssign):
-        return f"{stream} += {attention}", source.replace(statement, f"{stream} += {mlp}")
+        return f"{stream} += {attention}", Edit.replace(statement, f"{stream} += {mlp}")
     value = getattr(statement, "value")  # noqa: B009
     first, second = (f"{code} + {stream}" if last else f"{stream} + {code}"
                      for code in (attention, mlp))  # fmt: skip
-    return f"{stream} = {first}", source.replace(value, second)
+    return f"{stream} = {first}", Edit.replace(value, second)
 
 
 def _split_shared(
     site: Site, statement: ast.stmt, stream: ast.Name, attention: ast.expr, mlp: ast.expr
 ) -> Edits | None:
     """Split the sum of branches that read one norm, which is applied once more for the MLP."""
-    source, x, dropped = site.source, stream.id, []
+    x, dropped = stream.id, []
     if isinstance(mlp, ast.Name):  # m = mlp(h); return x + a + m
-        if (made := _assignment_before(source, statement, mlp.id)) is None:
+        if (made := _assignment_before(statement, mlp.id)) is None:
             return None
-        mlp, dropped = made.value, [source.remove(made)]
+        mlp, dropped = made.value, [Edit.remove(made)]
     if (normed := _normed_again(site, statement, mlp, x)) is None:
         return None
-    last = source.span(stream)[0] > source.span(attention)[0]
-    line, replaced = _two_sums(source, statement, x, last, source.code(attention), normed)
-    return [*dropped, source.insert_before(statement, line), replaced]
+    last = span(stream)[0] > span(attention)[0]
+    line, replaced = _two_sums(statement, x, last, code_of(attention), normed)
+    return [*dropped, Edit.insert_before(statement, line), replaced]
 
 
-def _assignment_before(source: Source, statement: ast.stmt, name: str) -> ast.Assign | None:
+def _assignment_before(statement: ast.stmt, name: str) -> ast.Assign | None:
     """Return the last assignment of a variable in a statement's block before the statement."""
-    before = next((s for s in reversed(source.before(statement)) if name in _stores(s)), None)
+    before = next((s for s in reversed(preceding(statement)) if name in _stores(s)), None)
     return before if isinstance(before, ast.Assign) and len(_stores(before)) == 1 else None
 
 
 def _normed_again(site: Site, statement: ast.stmt, branch: ast.expr, x: str) -> str | None:
     """Return the code of a branch that reads `h` of `h = norm(x)`, with the norm for `h`."""
-    source = site.source
-    for node in source.nodes(ast.Name, branch):
-        made = _assignment_before(source, statement, node.id)
+    for node in find(ast.Name, branch):
+        made = _assignment_before(statement, node.id)
         match made.value if made is not None else None:
             case ast.Call(_, [ast.Name(read), *_]) as norm if read == x and _is_norm(site, norm):
-                return source.code(norm).join(source.around(branch, node))
+                return code_of(norm).join(code_around(branch, node))
     return None
 
 
 @fixes("parallel_block")
 def mlp_after_attention(site: Site) -> Iterator[Edits]:
     """Let the MLP read the sum that includes attention."""
-    source = site.source
     for statement in reversed(sorted(_statements(site), key=lambda s: s.lineno)):
-        for residual in _residuals(source, statement):
-            block = source.block(statement)
-            for other in source.before(statement):
-                for first in _residuals(source, other):
+        for residual in _residuals(statement):
+            block = block_of(statement)
+            for other in preceding(statement):
+                for first in _residuals(other):
                     old, new = first.stream.id, sorted(_stores(other))
                     uses = [
                         n for s in block[block.index(other) + 1 : block.index(statement) + 1]
-                        for n in _loads(source, s, old) if n is not residual.stream
+                        for n in _loads(s, old) if n is not residual.stream
                     ]  # fmt: skip
-                    yield from _moved_behind(source, other, old)
+                    yield from _moved_behind(other, old)
                     normed = _normed_again(site, statement, residual.branch, old)
                     if normed is not None and new == [old]:
-                        yield [source.replace(residual.branch, normed)]
+                        yield [Edit.replace(residual.branch, normed)]
                     if uses and new and new[0] != old:
-                        yield [source.replace(node, new[0]) for node in uses]
-                        yield [source.replace(uses[0], new[0])]
+                        yield [Edit.replace(node, new[0]) for node in uses]
+                        yield [Edit.replace(uses[0], new[0])]
 
 
 @fixes("parallel_block")
 def attention_added_first(site: Site) -> Iterator[Edits]:
     """Add attention to the stream before the statements that compute the MLP from it."""
-    source = site.source
     for last in _statements(site):
         for stream, rest in _with_rest(_terms(last)):
             if len(rest) == 2:  # out = x + attention + mlp
                 for attention, mlp in (rest, rest[::-1]):
                     if edits := _summed_first(site, last, None, stream, attention, mlp):
                         yield edits
-            before = reversed(source.before(last))
+            before = reversed(preceding(last))
             total = next((s for s in before if stream.id in _stores(s)), None)
             if len(rest) != 1 or total is None or len(_stores(total)) != 1:
                 continue
@@ -949,37 +953,37 @@ def _summed_first(
         stream: the variable to which attention is added.
         attention, mlp: the terms of the two branches.
     """
-    source, before = site.source, site.source.before(last)
+    before = preceding(last)
     names = {stream.id}  # of the tensor to which attention is added
-    if (made := _assignment_before(source, last, stream.id)) is not None:
+    if (made := _assignment_before(last, stream.id)) is not None:
         names |= {copied} if (copied := _copied(made, stream.id)) is not None else set()
     kept, derived, moved = _computing(before, attention), set(names), list[ast.stmt]()
     for node in _computing(before, mlp):
-        from_stream = any(_loads(source, node, name) for name in derived)
+        from_stream = any(_loads(node, name) for name in derived)
         if from_stream and node not in kept and node is not first:
             moved.append(node)
             derived |= _stores(node)
-    read = [node for s in [*moved, mlp] for name in names for node in _loads(source, s, name)]
+    read = [node for s in [*moved, mlp] for name in names for node in _loads(s, name)]
     if not read or any(hasattr(node, "body") for node in moved):
         return None
     total = stream.id if first is None else min(_stores(first))
 
     def summed(node: ast.AST) -> str:
         """Return a node's code with the sum in place of the stream, and the comment after it."""
-        start, end = source.span(node)
+        (start, end), text = span(node), site.source.text
         if isinstance(node, ast.stmt):
-            end = source.text.find("\n", end)
+            end = text.find("\n", end)
         within = [n for n in read if n in set(ast.walk(node))]
-        renamed = (Edit("", a - start, b - start, total) for a, b in map(source.span, within))
-        return apply(source.text[start:end], renamed)
+        renamed = (Edit("", a - start, b - start, total) for a, b in map(span, within))
+        return apply(text[start:end], renamed)
 
-    dropped, lines = [source.remove(s) for s in moved], [summed(s) for s in moved]
+    dropped, lines = [Edit.remove(s) for s in moved], [summed(s) for s in moved]
     if first is not None:
-        place = source.insert_after(first, *lines)
-        return [*dropped, place, source.replace(mlp, summed(mlp))]
-    after = source.span(stream)[0] > min(source.span(t)[0] for t in (attention, mlp))
-    line, replaced = _two_sums(source, last, total, after, source.code(attention), summed(mlp))
-    return [*dropped, source.insert_before(last, line, *lines), replaced]
+        place = Edit.insert_after(first, *lines)
+        return [*dropped, place, Edit.replace(mlp, summed(mlp))]
+    after = span(stream)[0] > min(span(t)[0] for t in (attention, mlp))
+    line, replaced = _two_sums(last, total, after, code_of(attention), summed(mlp))
+    return [*dropped, Edit.insert_before(last, line, *lines), replaced]
 
 
 def _computing(before: list[ast.stmt], branch: ast.expr) -> list[ast.stmt]:
@@ -994,10 +998,10 @@ def _computing(before: list[ast.stmt], branch: ast.expr) -> list[ast.stmt]:
     return found[::-1]
 
 
-def _moved_behind(source: Source, total: ast.stmt, stream: str) -> Iterator[Edits]:
+def _moved_behind(total: ast.stmt, stream: str) -> Iterator[Edits]:
     """Move a statement that reads the stream, such as `h = ln_2(x)`, behind a sum."""
-    for statement in source.before(total):
-        unread = not any(_loads(source, total, name) for name in _stores(statement))
-        if _loads(source, statement, stream) and unread and isinstance(statement, ast.Assign):
-            lines = source.code(statement)
-            yield [source.remove(statement), source.insert_after(total, lines)]
+    for statement in preceding(total):
+        unread = not any(_loads(total, name) for name in _stores(statement))
+        if _loads(statement, stream) and unread and isinstance(statement, ast.Assign):
+            lines = code_of(statement)
+            yield [Edit.remove(statement), Edit.insert_after(total, lines)]

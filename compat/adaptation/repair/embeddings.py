@@ -5,11 +5,23 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, fixes
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import Site, fixes
 from compat.adaptation.repair.formulas import formulas, inputs, only, removed, unused
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.source import (
+    ancestors,
+    block_of,
+    code_of,
+    enclosing,
+    find,
+    find_calls,
+    operand_code,
+    parent_of,
+    source_of,
+    span,
+)
 from compat.adaptation.repair.syntax import (
     argument,
     called,
@@ -35,21 +47,18 @@ ROTATION = re.compile("rot|rope|pos", re.IGNORECASE)
 @fixes("pos_offset")
 def first_position(site: Site) -> Iterator[Edits]:
     """Remove the number that is added to the positions."""
-    source = site.source
-    for region in [*site.scopes, source.tree]:
-        ranges = source.calls("arange", "range", within=region)
+    for region in [*site.scopes, site.tree]:
+        ranges = find_calls("arange", "range", within=region)
         found = [edits for call in ranges if (edits := _range(site, call))]
-        found += [
-            edits for each in source.nodes(ast.Slice, region) if (edits := _slice(site, each))
-        ]
+        found += [edits for each in find(ast.Slice, region) if (edits := _slice(site, each))]
         yield from found
         yield from _sums(site, region)
         if not found:
             yield from _numbers(site, region)
-    for call in source.calls("cumsum", within=site.function):  # its first sum is the offset
-        new = f"{source.code(call)} - {site.finding.values['found']}"
-        inside = isinstance(source.parents[call], (ast.Attribute, ast.BinOp))
-        yield [source.replace(call, f"({new})" if inside else new)]
+    for call in find_calls("cumsum", within=site.region):  # its first sum is the offset
+        new = f"{code_of(call)} - {site.finding.values['found']}"
+        inside = isinstance(parent_of(call), (ast.Attribute, ast.BinOp))
+        yield [Edit.replace(call, f"({new})" if inside else new)]
 
 
 def _is_offset(site: Site, node: ast.AST | None) -> bool:
@@ -61,7 +70,7 @@ def _less(site: Site, node: ast.expr) -> Edit | None:
     if is_sum(node):
         for offset, rest in sides(node):
             if _is_offset(site, offset):
-                return site.source.replace(node, site.source.code(rest))
+                return Edit.replace(node, code_of(rest))
     return None
 
 
@@ -69,82 +78,80 @@ def _range(site: Site, call: ast.Call) -> Edits | None:
     """Let `arange(1, T + 1)` begin at 0."""
     if len(call.args) < 2 or not _is_offset(site, call.args[0]):
         return None
-    source, (start, end) = site.source, call.args[:2]
-    length = source.replace(end, f"{source.code(end)} - {source.code(start)}")
-    return [source.replace(start, "0"), _less(site, end) or length]
+    (start, end) = call.args[:2]
+    length = Edit.replace(end, f"{code_of(end)} - {code_of(start)}")
+    return [Edit.replace(start, "0"), _less(site, end) or length]
 
 
 def _slice(site: Site, node: ast.Slice) -> Edits | None:
     """Let `table[1 : T + 1]` begin at 0."""
     if node.lower is None or node.upper is None or not _is_offset(site, node.lower):
         return None
-    start, last = site.source.span(node.lower)[0], site.source.span(node.upper)[0]
+    start, last = span(node.lower)[0], span(node.upper)[0]
     length = _less(site, node.upper)
     if length is None:
         return None
     short = re.fullmatch(r"\w+", length.text) or site.source.text[last - 1] == ":"
-    return [Edit(site.source.file, start, last, ":" if short else ": "), length]
+    return [Edit.at(node, start, last, ":" if short else ": "), length]
 
 
 def _sums(site: Site, region: ast.AST) -> Iterator[Edits]:
     """Remove the offset in `positions + 1`, or `positions += 1`."""
-    source = site.source
-    for node in source.nodes(ast.BinOp, region):
-        statement = source.parent(node, ast.stmt)
+    for node in find(ast.BinOp, region):
+        statement = enclosing(node, ast.stmt)
         if (edit := _less(site, node)) is None:
             continue
         rest = node.left if _is_offset(site, node.right) else node.right
         if isinstance(statement, ast.Assign) and statement.value is node:
             if ast.unparse(statement.targets[0]) == ast.unparse(rest):
-                yield [removed(source, statement)]
+                yield [removed(statement)]
                 continue
         yield [edit]
-    for augmented in source.nodes(ast.AugAssign, region):
+    for augmented in find(ast.AugAssign, region):
         if isinstance(augmented.op, ast.Add) and _is_offset(site, augmented.value):
-            yield [removed(source, augmented)]
+            yield [removed(augmented)]
     if region is site.statement:
         yield from _named_offset(site)
 
 
 def _named_offset(site: Site) -> Iterator[Edits]:
     """Remove `self.offset` from `positions + self.offset`."""
-    source = site.source
     for region in filter(None, (site.statement, site.function)):
-        for node in filter(is_sum, source.nodes(ast.BinOp, region)):
+        for node in filter(is_sum, find(ast.BinOp, region)):
             for offset, rest in sides(node):
                 if re.search("offset|shift|start|pad|bias", name_of(offset), re.I):
-                    edit = source.replace(node, source.code(rest))
+                    edit = Edit.replace(node, code_of(rest))
                     yield [edit, *unused(site, [offset])]
 
 
 def _numbers(site: Site, region: ast.AST) -> Iterator[Edits]:
     """Set a number to 0 that is the offset, such as `start = 2 if cache is None else …`."""
     places = (ast.IfExp, ast.Assign, ast.AnnAssign, ast.arguments, ast.keyword)
-    for node in site.source.nodes(ast.Constant, region):
-        above = site.source.parents[node]
+    for node in find(ast.Constant, region):
+        above = parent_of(node)
         if _is_offset(site, node) and type(node.value) is int and isinstance(above, places):
-            yield [site.source.replace(node, "0")]
+            yield [Edit.replace(node, "0")]
 
 
 @fixes("no_pos")
 def added_positions(site: Site) -> Iterator[Edits]:
     """Add the position embedding: an unused one of the class, or a new one."""
-    source, init = site.source, site.init
+    init = site.init
     if init is None or site.function is None:
         return
     tables = _tables(site, init)
-    read = [n.attr for n in source.nodes(ast.Attribute) if isinstance(n.ctx, ast.Load)]
+    read = [n.attr for n in find(ast.Attribute, site.tree) if isinstance(n.ctx, ast.Load)]
     for lookup in site.calls:
         token = getattr(lookup.func, "attr", "")
         if token not in tables or len(lookup.args) != 1:
             continue
-        ids = source.operand(lookup.args[0])
+        ids = operand_code(lookup.args[0])
         for name, (holder, _) in tables.items():
             if name not in read:
                 yield [_with_positions(site, lookup, f"{holder}.{name}", ids)]
         name = _position_name(token)
-        for embedding, statement in _new_embeddings(site, source, init, tables[token][1]):
-            edit = source.insert_after(statement, f"self.{name} = {embedding}")
+        for embedding, statement in _new_embeddings(site, init, tables[token][1]):
+            edit = Edit.insert_after(statement, f"self.{name} = {embedding}")
             yield [edit, _with_positions(site, lookup, f"self.{name}", ids)]
 
 
@@ -152,8 +159,8 @@ def added_positions(site: Site) -> Iterator[Edits]:
 def without_rotation(site: Site) -> Iterator[Edits]:
     """Remove the calls that rotate q and k; a table of positions is added afterwards."""
     edits: Edits = []
-    statements: dict[ast.stmt, Source] = {}
-    for statement, source in {each.statement: each.source for each in site.everywhere}.items():
+    statements: list[ast.stmt] = []
+    for statement in dict.fromkeys(each.statement for each in site.everywhere):
         match statement:
             case ast.Assign([ast.Tuple(targets)], ast.Tuple(calls)):
                 pass
@@ -165,92 +172,89 @@ def without_rotation(site: Site) -> Iterator[Edits]:
                 continue
         rotations = [
             call for call in calls
-            if isinstance(call, ast.Call) and ROTATION.search(source.code(call.func))
+            if isinstance(call, ast.Call) and ROTATION.search(code_of(call.func))
         ]  # fmt: skip
         if not rotations or len(rotations) < len(calls):
             continue
         count = len(targets) // len(calls)  # what each call rotates
-        arguments = [
-            [source.code(argument) for argument in call.args[:count]] for call in rotations
-        ]
-        if [code for codes in arguments for code in codes] == [source.code(t) for t in targets]:
-            statements[statement] = source
+        arguments = [[code_of(argument) for argument in call.args[:count]] for call in rotations]
+        if [code for codes in arguments for code in codes] == [code_of(t) for t in targets]:
+            statements.append(statement)
         else:
             pairs = zip(rotations, arguments, strict=True)
-            edits += [source.replace(call, ", ".join(codes)) for call, codes in pairs]
+            edits += [Edit.replace(call, ", ".join(codes)) for call, codes in pairs]
     edits += _removed_together(statements)
     if edits:
         yield edits
 
 
-def _removed_together(statements: Mapping[ast.stmt, Source]) -> Edits:
+def _removed_together(statements: list[ast.stmt]) -> Edits:
     """Return the removal of statements, and of an `if` around them if it has no others."""
-    found: dict[ast.stmt, Source] = {}
-    for statement, source in statements.items():
-        above = source.parents.get(statement)
-        if isinstance(above, ast.If) and not above.orelse and set(above.body) <= statements.keys():
+    found: list[ast.stmt] = []
+    for statement in statements:
+        above = parent_of(statement)
+        if isinstance(above, ast.If) and not above.orelse and set(above.body) <= {*statements}:
             statement = above
-        found[statement] = source
-    return [removed(source, statement) for statement, source in found.items()]
+        found.append(statement)
+    return [removed(statement) for statement in dict.fromkeys(found)]
 
 
 @fixes("no_pos")
 def added_position_module(site: Site) -> Iterator[Edits]:
     """Add the user's own module of positions, which is built and not used."""
-    source = site.source
-    every = source.nodes(ast.Attribute)
+    every = find(ast.Attribute, site.tree)
     read = {node.attr for node in every if isinstance(node.ctx, ast.Load)}
     unread = [n.attr for n in every if "pos" in n.attr.lower() and n.attr not in read]
     for name in dict.fromkeys(unread):
-        for call in source.nodes(ast.Call):
+        for call in find(ast.Call, site.tree):
             token = re.search("emb|tok|wte", called(call), re.I) and not called(call)[0].isupper()
             if not token or len(call.args) != 1 or not isinstance(call.args[0], ast.Name):
                 continue
-            code = source.code(call)
-            yield [source.replace(call, f"{code} + self.{name}({source.code(call.args[0])})")]
-            yield [_with_positions(site, call, f"self.{name}", source.code(call.args[0]))]
+            code = code_of(call)
+            yield [Edit.replace(call, f"{code} + self.{name}({code_of(call.args[0])})")]
+            yield [_with_positions(site, call, f"self.{name}", code_of(call.args[0]))]
 
 
 @fixes("sinusoidal_pos")
 def learned_table(site: Site) -> Iterator[Edits]:
     """Make the fixed table of positions a parameter, which starts with the same values."""
-    for source, cls in site.every(ast.ClassDef):
-        yield from _table_as_parameter(site, source, cls)
+    for cls in site.every(ast.ClassDef):
+        yield from _table_as_parameter(site, cls)
 
 
-def _table_as_parameter(site: Site, source: Source, cls: ast.ClassDef) -> Iterator[Edits]:
+def _table_as_parameter(site: Site, cls: ast.ClassDef) -> Iterator[Edits]:
     init = constructor(cls)
     parameter = site.torch("torch.nn.Parameter")
-    for call in source.calls("register_buffer", within=cls):
+    for call in find_calls("register_buffer", within=cls):
         name, value = str(constant(argument(call, 0, "name"))), argument(call, 1, "tensor")
-        statement = source.parents[call]
+        statement = parent_of(call)
         if isinstance(statement, ast.Expr) and value is not None:
-            if _is_table(site, source, name, value):
-                new = f"self.{name} = {parameter}({source.code(value)})"
-                yield [source.replace(statement, new), *_attached(source, cls, name)]
+            if _is_table(site, name, value):
+                new = f"self.{name} = {parameter}({code_of(value)})"
+                yield [Edit.replace(statement, new), *_attached(cls, name)]
     if init is None:
         return
-    for node in source.nodes(ast.Assign, init):
+    for node in find(ast.Assign, init):
         target, value = node.targets[0], node.value
         is_module = isinstance(value, ast.Call) and called(value)[:1].isupper()
-        if is_self(target) and not is_module and _is_table(site, source, target.attr, value):
-            attached = _attached(source, cls, target.attr)
+        if is_self(target) and not is_module and _is_table(site, target.attr, value):
+            attached = _attached(cls, target.attr)
             written = any(
                 is_self(each.value, target.attr) and isinstance(each.ctx, ast.Store)
-                for each in source.nodes(ast.Subscript, cls)
+                for each in find(ast.Subscript, cls)
             )
             if not written:
-                new = f"{parameter}({source.code(value)})"
-                yield [source.replace(value, new), *attached]
+                new = f"{parameter}({code_of(value)})"
+                yield [Edit.replace(value, new), *attached]
             line = f"self.{target.attr} = {parameter}(self.{target.attr})"
-            yield [source.insert_after(init.body[-1], line), *attached]
+            yield [Edit.insert_after(init.body[-1], line), *attached]
 
 
-def _is_table(site: Site, source: Source, name: str, value: ast.expr) -> bool:
+def _is_table(site: Site, name: str, value: ast.expr) -> bool:
     """Return whether a value is named like positions, or computed with a sine."""
-    text = f"{name} {source.code(value)}"
+    text = f"{name} {code_of(value)}"
     named = re.search(r"pos|(?<![a-z])pe(?![a-z])|sin|encod|table", text, re.I)
-    calls = source.nodes(ast.Call, value)
+    calls = find(ast.Call, value)
     return bool(named) or _has_sine(value) or any(_is_wave(site, call) for call in calls)
 
 
@@ -263,59 +267,57 @@ def _has_sine(node: ast.AST) -> bool:
     return any(isinstance(n, ast.Call) and called(n) in ("sin", "sin_") for n in ast.walk(node))
 
 
-def _attached(source: Source, cls: ast.ClassDef, name: str) -> Edits:
+def _attached(cls: ast.ClassDef, name: str) -> Edits:
     """Return the removal of what cuts a table off from its gradient, such as `.detach()`."""
     edits: Edits = []
-    for node in source.nodes(ast.Assign, cls):
+    for node in find(ast.Assign, cls):
         match node.targets:
             case [ast.Attribute(table, "requires_grad"), *_] if is_self(table, name):
-                edits.append(source.remove(node))
-    for call in source.calls("detach", "requires_grad_", "Variable", within=cls):
+                edits.append(Edit.remove(node))
+    for call in find_calls("detach", "requires_grad_", "Variable", within=cls):
         match call:
             case ast.Call(ast.Attribute(tensor, "detach" | "requires_grad_")) | ast.Call(
                 ast.Name("Variable") | ast.Attribute(attr="Variable"), [tensor, *_]
             ) if any(is_self(each, name) for each in ast.walk(tensor)):
-                edits.append(source.replace(call, source.code(tensor)))
+                edits.append(Edit.replace(call, code_of(tensor)))
     return edits
 
 
 @fixes("sinusoidal_pos")
 def learned_embedding(site: Site) -> Iterator[Edits]:
     """Look the positions up in a new embedding instead of computing them."""
-    for source, cls in site.every(ast.ClassDef):
+    for cls in site.every(ast.ClassDef):
         init = constructor(cls)
         if init is None:
             continue
-        for call in source.nodes(ast.Call, cls):
-            if source.parent(call, ast.FunctionDef) is not init and _is_wave(site, call):
-                yield from _looked_up(site, source, init, call)
+        for call in find(ast.Call, cls):
+            if enclosing(call, ast.FunctionDef) is not init and _is_wave(site, call):
+                yield from _looked_up(site, init, call)
 
 
-def _looked_up(
-    site: Site, source: Source, init: ast.FunctionDef, call: ast.Call
-) -> Iterator[Edits]:
+def _looked_up(site: Site, init: ast.FunctionDef, call: ast.Call) -> Iterator[Edits]:
     """Yield a new embedding in place of a call that computes positions in `forward`."""
-    tables = source.calls("Embedding", within=init)[:1]
-    found = [each for table in tables for each in _new_embeddings(site, source, init, table)]
-    function = source.parent(call, ast.FunctionDef)
+    tables = find_calls("Embedding", within=init)[:1]
+    found = [each for table in tables for each in _new_embeddings(site, init, table)]
+    function = enclosing(call, ast.FunctionDef)
     names = [] if function is None else parameters(function)
     inputs = [name for name in names if name != "self"][:1]
     for embedding, statement in found[:1]:
-        new = source.insert_after(statement, f"self.pos_emb = {embedding}")
+        new = Edit.insert_after(statement, f"self.pos_emb = {embedding}")
         for each in call.args[:1]:  # the length of the sequence, or a tensor
-            code = source.code(each)
-            measured = [n.id for n in source.nodes(ast.Name, each)] if is_size(each) else []
+            code = code_of(each)
+            measured = [n.id for n in find(ast.Name, each)] if is_size(each) else []
             for tensor in [*measured, *inputs][:1]:
                 lookup = f"self.pos_emb({_arange(site, tensor, code)})"
-                yield [new, source.replace(call, lookup)]
+                yield [new, Edit.replace(call, lookup)]
             if isinstance(each, ast.Name):
                 lookup = f"self.pos_emb({_arange(site, code)})"
-                yield [new, source.replace(call, lookup)]
-                yield [new, source.replace(call, f"{code} + {lookup}")]  # the function adds them
+                yield [new, Edit.replace(call, lookup)]
+                yield [new, Edit.replace(call, f"{code} + {lookup}")]  # the function adds them
             elif isinstance(each, ast.Call) and not is_size(each):
                 for ids in inputs:
                     lookup = f"{code} + self.pos_emb({_arange(site, ids)})"
-                    yield [new, source.replace(call, lookup)]
+                    yield [new, Edit.replace(call, lookup)]
 
 
 def _arange(site: Site, tensor: str, length: str = "") -> str:
@@ -325,68 +327,68 @@ def _arange(site: Site, tensor: str, length: str = "") -> str:
 
 
 def _new_embeddings(
-    site: Site, source: Source, init: ast.FunctionDef, table: ast.Call
+    site: Site, init: ast.FunctionDef, table: ast.Call
 ) -> list[tuple[str, ast.stmt]]:
     """Return code of position embeddings like the token embedding, and that one's statement."""
     if len(table.args) < 2:
         return []
-    kind, width = source.code(table.func), source.code(table.args[1])
+    kind, width = code_of(table.func), code_of(table.args[1])
     statement = next(each for each in init.body if table in set(ast.walk(each)))
-    lengths = hyperparameters(site, source, init, "n_positions")
+    lengths = hyperparameters(site, init, "n_positions")
     return [(f"{kind}({length}, {width})", statement) for length in lengths]
 
 
 @fixes("sinusoidal_pos")
 def embedding_for_module(site: Site) -> Iterator[Edits]:
     """Build an embedding in place of a module that computes its table in `forward`."""
-    for other, cls in site.every(ast.ClassDef):
-        calls = other.nodes(ast.Call, cls)
+    for cls in site.every(ast.ClassDef):
+        calls = find(ast.Call, cls)
         if not _has_sine(cls) and not any(_is_wave(site, call) for call in calls):
             continue
-        for source, built in calls_of(site, cls.name):
-            init, statement = source.parent(built, ast.FunctionDef), source.parents[built]
+        for built in calls_of(site, cls.name):
+            init, statement = enclosing(built, ast.FunctionDef), parent_of(built)
             target = statement.targets[0] if isinstance(statement, ast.Assign) else None
             if init is None or not isinstance(target, ast.Attribute):
                 continue
-            yield from _embedding_built(site, source, init, built, target.attr)
+            yield from _embedding_built(site, init, built, target.attr)
 
 
 def _embedding_built(
-    site: Site, source: Source, init: ast.FunctionDef, built: ast.Call, name: str
+    site: Site, init: ast.FunctionDef, built: ast.Call, name: str
 ) -> Iterator[Edits]:
     """Build an embedding instead of a module, and look positions up where the module is called."""
-    tables = source.calls("Embedding", within=init)[:1]
-    found = [each for table in tables for each in _new_embeddings(site, source, init, table)]
-    cls = source.parent(init, ast.ClassDef)
-    uses = [call for call in source.nodes(ast.Call, cls) if is_self(call.func, name)]
-    function = source.parent(uses[0], ast.FunctionDef) if len(uses) == 1 else None
+    tables = find_calls("Embedding", within=init)[:1]
+    found = [each for table in tables for each in _new_embeddings(site, init, table)]
+    cls = enclosing(init, ast.ClassDef) or source_of(init).tree
+    uses = [call for call in find(ast.Call, cls) if is_self(call.func, name)]
+    function = enclosing(uses[0], ast.FunctionDef) if len(uses) == 1 else None
     if not found or function is None:
         return
-    call, new = uses[0], source.replace(built, found[0][0])
-    read = [n.id for each in call.args for n in source.nodes(ast.Name, each) if n.id != "self"]
+    call, new = uses[0], Edit.replace(built, found[0][0])
+    read = [n.id for each in call.args for n in find(ast.Name, each) if n.id != "self"]
     names = read or [name for name in parameters(function) if name != "self"]
     for tensor in names[:1]:  # of the length of the sequence
         lookup = f"self.{name}({_arange(site, tensor)})"
         if call.args:
-            yield [new, source.replace(call, f"{source.code(call.args[0])} + {lookup}")]
-        yield [new, source.replace(call, lookup)]
+            yield [new, Edit.replace(call, f"{code_of(call.args[0])} + {lookup}")]
+        yield [new, Edit.replace(call, lookup)]
 
 
 def _with_positions(site: Site, lookup: ast.Call, table: str, ids: str) -> Edit:
     """Return the lookup of the tokens plus the one of their positions."""
-    inside = isinstance(site.source.parents[lookup], (ast.BinOp, ast.Attribute))
-    new = f"{site.source.code(lookup)} + {table}({_arange(site, ids, f'{ids}.size(-1)')})"
-    return site.source.replace(lookup, f"({new})" if inside else new)
+    inside = isinstance(parent_of(lookup), (ast.BinOp, ast.Attribute))
+    new = f"{code_of(lookup)} + {table}({_arange(site, ids, f'{ids}.size(-1)')})"
+    return Edit.replace(lookup, f"({new})" if inside else new)
 
 
 def _tables(site: Site, init: ast.FunctionDef) -> dict[str, tuple[str, ast.Call]]:
     """Return the embeddings of a constructor by name, each with what holds it and the call."""
     found: dict[str, tuple[str, ast.Call]] = {}
-    for call in site.source.nodes(ast.Call, init):
+    for call in find(ast.Call, init):
         if "Embedding" not in called(call):
             continue
         key = ""
-        for above in site.source.ancestors(call):
+        for above in ancestors(call):
             if isinstance(above, ast.keyword) and not key:
                 key = above.arg or ""
             elif isinstance(above, ast.Dict) and not key:
@@ -425,75 +427,74 @@ def removed_factors(site: Site) -> Iterator[Edits]:
 @fixes("scaled_embedding", "scaled_logits")
 def removed_factor(site: Site) -> Iterator[Edits]:
     """Remove a multiplication or a division."""
-    source = site.source
     for region in filter(None, (site.statement, site.function)):
-        for node in source.nodes(ast.AugAssign, region):
+        for node in find(ast.AugAssign, region):
             if isinstance(node.op, (ast.Mult, ast.Div)):
-                yield [removed(source, node), *unused(site, [node.value])]
-        for product in source.nodes(ast.expr, region):
+                yield [removed(node), *unused(site, [node.value])]
+        for product in find(ast.expr, region):
             for tensor, factor in _factors(product):
                 of_factor = unused(site, [factor])
-                yield [*only(source, product, tensor), *of_factor]
+                yield [*only(product, tensor), *of_factor]
 
 
 @fixes("extra_operation")
 def without_assignment(site: Site) -> Iterator[Edits]:
     """Remove the statements that change a tensor that GPT-2 passes on."""
     if site.finding.values.get("passed_on"):
-        every = {each.statement: each.source for each in site.everywhere}
-        assigned = [(s, node) for node, s in every.items() if isinstance(node, ast.Assign)]
-        yield [removed(source, node) for source, node in assigned]
+        every = dict.fromkeys(each.statement for each in site.everywhere)
+        assigned = [node for node in every if isinstance(node, ast.Assign)]
+        yield [removed(node) for node in assigned]
         if len(assigned) > 1:  # others may call the function in which the tensor is changed
-            yield from ([removed(source, node)] for source, node in assigned)
+            yield from ([removed(node)] for node in assigned)
         for each in site.everywhere:
-            for node in each.source.nodes(ast.BinOp, each.statement):
+            for node in find(ast.BinOp, each.statement):
                 for part in (node.left, node.right):
-                    yield only(each.source, node, part)
+                    yield only(node, part)
             for call in each.calls:
                 if len(call.args) == 1:
-                    yield [each.source.replace(call, each.source.code(call.args[0]))]
+                    yield [Edit.replace(call, code_of(call.args[0]))]
 
 
 @fixes("scaled_embedding", "position_bias", "sinusoidal_pos", "low_rank_term")
 def counted_once(site: Site) -> Iterator[Edits]:
     """Remove a term of a sum, as of `x + positions(x)` with `positions` that adds to x as well."""
-    for node in site.source.nodes(ast.BinOp, site.statement):
+    for node in find(ast.BinOp, site.statement):
         if isinstance(node.op, (ast.Add, ast.Sub)):
             for part, other in sides(node):
-                yield [*only(site.source, node, part), *unused(site, [other])]
+                yield [*only(node, part), *unused(site, [other])]
     if isinstance(site.statement, ast.AugAssign):
-        yield [removed(site.source, site.statement)]
+        yield [removed(site.statement)]
 
 
 @fixes("position_ids")
 def consecutive_positions(site: Site) -> Iterator[Edits]:
     """Number the tokens in place of `torch.zeros(T)`, `torch.zeros_like(ids)` or steps."""
-    source, arange = site.source, site.torch("torch.arange")
+    arange = site.torch("torch.arange")
     for call in site.calls:
         name = called(call)
         if name.endswith("_like") and call.args:
-            ids = source.operand(call.args[0])
-            yield [source.replace(call, f"{arange}({ids}.shape[-1], device={ids}.device)")]
+            ids = operand_code(call.args[0])
+            yield [Edit.replace(call, f"{arange}({ids}.shape[-1], device={ids}.device)")]
         elif name in ("zeros", "ones", "full") and call.args:
-            yield [source.replace(call.func, arange)]
+            yield [Edit.replace(call.func, arange)]
         elif name in ("arange", "range"):
-            yield from _without_step(source, call)
-    for node in source.nodes(ast.BinOp, site.statement):
-        yield source.unwrap(node, node.left)
+            yield from _without_step(call)
+    for node in find(ast.BinOp, site.statement):
+        yield Edit.unwrap(node, node.left)
 
 
-def _without_step(source: Source, call: ast.Call) -> Iterator[Edits]:
+def _without_step(call: ast.Call) -> Iterator[Edits]:
     """Put `arange(0, T)` in place of `arange(0, T, step)` and `arange(0, step * T, step)`."""
     step = argument(call, 2, "step")
     if step is None:
         return
-    without = source.remove_argument(call, step)
+    without = Edit.remove_argument(call, step)
     yield [without]
     match argument(call, 1, "end"):
         case ast.BinOp(left, ast.Mult(), right) as end:
             for length, factor in ((left, right), (right, left)):
                 if ast.dump(factor) == ast.dump(step):
-                    yield [without, *source.unwrap(end, length)]
+                    yield [without, *Edit.unwrap(end, length)]
 
 
 def _factors(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
@@ -522,25 +523,24 @@ def _factors(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
 def added_head(site: Site) -> Iterator[Edits]:
     """Return the product of the hidden states with the token embedding, in a dictionary as well."""
     head = f"self.{site.finding.values['table']}.T"
-    for source, function in reversed([*site.every(ast.FunctionDef)]):
-        for node in source.nodes(ast.Return, function) if function.name == "forward" else []:
+    for function in reversed([*site.every(ast.FunctionDef)]):
+        for node in find(ast.Return, function) if function.name == "forward" else []:
             match node.value:
                 case ast.Dict([ast.expr() as first, *_], states) as returned:
-                    place = source.span(first)[0]
+                    quoted = source_of(node).quoted("logits")
                     line = "\n" + " " * first.col_offset
                     space = line if first.lineno > returned.lineno else " "
                     for x in states:
-                        entry = f"{source.quoted('logits')}: {source.operand(x)} @ {head},{space}"
-                        yield [Edit(source.file, place, place, entry)]
+                        entry = f"{quoted}: {operand_code(x)} @ {head},{space}"
+                        yield [Edit.prefix(first, entry)]
                 case ast.Tuple([x, *_]) | (ast.expr() as x):
-                    yield [source.replace_group(x, f"{source.operand(x)} @ {head}")]
+                    yield [Edit.replace_group(x, f"{operand_code(x)} @ {head}")]
 
 
 @fixes("softmax_output")
 def removed_softmax(site: Site) -> Iterator[Edits]:
     """Return the logits instead of their softmax."""
-    source = site.source
-    for call in [*site.calls, *source.nodes(ast.Call, site.function), *source.nodes(ast.Call)]:
+    for call in [*site.calls, *find(ast.Call, site.region), *find(ast.Call, site.tree)]:
         name = called(call.func) if isinstance(call.func, ast.Call) else called(call)
         is_module = name[:1].isupper() and not isinstance(call.func, ast.Call)  # it is not called
         if "softmax" not in name.lower().replace("_", "") or is_module:
@@ -548,16 +548,16 @@ def removed_softmax(site: Site) -> Iterator[Edits]:
         tensor = _argument(call)
         if tensor is None:
             continue
-        statement = source.parents[call]
+        statement = parent_of(call)
         result = variable(statement)
         if isinstance(tensor, ast.Name) and result not in ("", tensor.id):
-            function = source.parent(call, ast.FunctionDef)
-            reads = [n for n in source.nodes(ast.Name, function)
+            function = enclosing(call, ast.FunctionDef)
+            reads = [n for n in find(ast.Name, function or site.tree)
                      if n.id == result and isinstance(n.ctx, ast.Load)]  # fmt: skip
             assert isinstance(statement, ast.stmt)
-            yield [removed(source, statement), *(source.replace(n, tensor.id) for n in reads)]
+            yield [removed(statement), *(Edit.replace(n, tensor.id) for n in reads)]
         own = isinstance(call.func, ast.Attribute) and call.func.value is not tensor
-        yield [*only(source, call, tensor), *(unused(site, [call.func]) if own else [])]
+        yield [*only(call, tensor), *(unused(site, [call.func]) if own else [])]
 
 
 def _argument(call: ast.Call) -> ast.expr | None:
@@ -576,42 +576,40 @@ def _argument(call: ast.Call) -> ast.expr | None:
 @fixes("softmax_output")
 def removed_softmax_module(site: Site) -> Iterator[Edits]:
     """Remove a softmax from a Sequential, or its module together with the calls of it."""
-    source = site.source
-    modules = source.calls("Softmax", "LogSoftmax")
+    modules = find_calls("Softmax", "LogSoftmax", within=site.tree)
     for module in modules:
-        if isinstance(call := source.parents[module], ast.Call) and module in call.args:
-            yield [source.remove_argument(call, module)]
+        if isinstance(call := parent_of(module), ast.Call) and module in call.args:
+            yield [Edit.remove_argument(call, module)]
     for module in modules:
-        match source.parents[module]:
+        match parent_of(module):
             case ast.Assign([ast.Attribute(attr=name), *_]) as node:
-                uses = [call for call in source.calls(name) if call.args]
-                edits = [edit for use in uses for edit in only(source, use, use.args[0])]
+                uses = [call for call in find_calls(name, within=site.tree) if call.args]
+                edits = [edit for use in uses for edit in only(use, use.args[0])]
                 if edits:
-                    yield [source.remove(node), *edits]
+                    yield [Edit.remove(node), *edits]
 
 
 @fixes("changed_logits", "scaled_logits", "changed_scores")
 def unchanged_logits(site: Site) -> Iterator[Edits]:
     """Remove element-wise operations on the logits."""
-    source = site.source
     found = _steps(site)
     if len(found) > 1:
-        yield [removed(source, statement) for statement in found]
+        yield [removed(statement) for statement in found]
     for formula in formulas(site, site.statement):
         operands = inputs(site, formula)
         order = (ast.Call, ast.BinOp, ast.Name, ast.Subscript, ast.Attribute)
         ranked = [o for kind in order for o in operands if isinstance(o, kind)]
         for operand in ranked:
             without: list[ast.AST] = [o for o in operands if o is not operand]
-            yield [*only(source, formula, operand), *unused(site, without)]
+            yield [*only(formula, operand), *unused(site, without)]
     statement = site.statement
     if isinstance(statement, (ast.Assign, ast.AugAssign, ast.Expr)):
-        yield [removed(source, statement)]
+        yield [removed(statement)]
     for call in site.calls:
         if isinstance(call.func, ast.Attribute) and isinstance(statement, (ast.Assign, ast.Return)):
-            yield only(source, call, call.func.value)
+            yield only(call, call.func.value)
         if call.args:
-            yield only(source, call, call.args[0])
+            yield only(call, call.args[0])
 
 
 def _steps(site: Site) -> list[ast.stmt]:
@@ -627,6 +625,6 @@ def _steps(site: Site) -> list[ast.stmt]:
         own = any(isinstance(o, ast.Name) and o.id == name for o in inputs(site, statement.value))
         return name if whole and own else ""
 
-    block = itertools.groupby(site.source.block(site.statement), changed)
+    block = itertools.groupby(block_of(site.statement), changed)
     runs = [list(statements) for name, statements in block if name]
     return next((run for run in runs if site.statement in run), [])

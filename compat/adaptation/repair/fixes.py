@@ -8,17 +8,18 @@ out wrong: `repair` keeps only what improves the model.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from compat.adaptation.repair.source import Edit, Node, Source, edited_texts
+from compat.adaptation.repair.edits import Edit, Edits, edited_texts
+from compat.adaptation.repair.source import Node, Source, enclosing, find, source_of
 from compat.adaptation.repair.syntax import constructor, variables
 from compat.adaptation.result import Finding
 from compat.config import GPT2Config
 
-Edits = list[Edit]
 Fix = Callable[["Site"], Iterator[Edits]]
 
 FIXES: dict[str, list[Fix]] = {}
@@ -65,6 +66,11 @@ class Site:
         return self.sources[self.finding.file]
 
     @property
+    def tree(self) -> ast.Module:
+        """The syntax of the finding's file."""
+        return self.source.tree
+
+    @property
     def texts(self) -> dict[str, str]:
         """The texts of the files."""
         return {file: source.text for file, source in self.sources.items()}
@@ -88,13 +94,18 @@ class Site:
     def function(self) -> ast.FunctionDef | None:
         """The function or method around the line."""
         inside = isinstance(self.statement, ast.FunctionDef)
-        found = self.statement if inside else self.source.parent(self.statement, ast.FunctionDef)
+        found = self.statement if inside else enclosing(self.statement, ast.FunctionDef)
         return found if isinstance(found, ast.FunctionDef) else None
+
+    @property
+    def region(self) -> ast.AST:
+        """The function or method around the line, or else the whole file."""
+        return self.function or self.tree
 
     @cached_property
     def cls(self) -> ast.ClassDef | None:
         """The class around the line."""
-        return self.source.parent(self.statement, ast.ClassDef)
+        return enclosing(self.statement, ast.ClassDef)
 
     @cached_property
     def init(self) -> ast.FunctionDef | None:
@@ -110,7 +121,7 @@ class Site:
     @cached_property
     def calls(self) -> list[ast.Call]:
         """The calls that begin on the finding's line, then the others of its statement."""
-        found = self.source.nodes(ast.Call, self.statement)
+        found = find(ast.Call, self.statement)
         return sorted(
             found, key=lambda call: not call.lineno <= self.line <= (call.end_lineno or 0)
         )
@@ -127,15 +138,20 @@ class Site:
 
     def at(self, file: str, line: int) -> Site:
         """Return the finding as if it were at another line."""
-        return replace(self, finding=replace(self.finding, file=file, line=line))
+        finding = dataclasses.replace(self.finding, file=file, line=line)
+        return dataclasses.replace(self, finding=finding)
 
-    def every(self, kind: type[Node]) -> Iterator[tuple[Source, Node]]:
-        """Return the nodes of a kind in all files, each with its file."""
-        return ((source, node) for source in self.sources.values() for node in source.nodes(kind))
+    def around(self, node: ast.expr | ast.stmt) -> Site:
+        """Return the finding as if it were at a node."""
+        return self.at(source_of(node).file, node.lineno)
+
+    def every(self, kind: type[Node]) -> Iterator[Node]:
+        """Yield the nodes of a kind in all files."""
+        return (node for source in self.sources.values() for node in find(kind, source.tree))
 
     def new_name(self, *names: str) -> str:
         """Return the first of the names that the function does not use."""
-        within = self.function or self.source.tree
+        within = self.region
         known = variables(within)
         known |= {node.arg for node in ast.walk(within) if isinstance(node, ast.arg)}
         numbered = (f"{names[0]}_{i}" for i in itertools.count(2))
@@ -144,10 +160,9 @@ class Site:
     @cached_property
     def imported(self) -> frozenset[str]:
         """The names that imports bind."""
-        nodes = [node for source in self.sources.values() for node in source.all_nodes]
         return frozenset(
             alias.asname or alias.name.partition(".")[0]
-            for node in nodes
+            for node in self.every(ast.stmt)
             if isinstance(node, (ast.Import, ast.ImportFrom))
             for alias in node.names
         )
@@ -155,8 +170,7 @@ class Site:
     def torch(self, name: str) -> str:
         """Return how the file can write, for example, `torch.nn.functional.gelu`."""
         known: dict[str, str] = {}  # the alias of every imported module
-        nodes = [node for source in self.sources.values() for node in source.all_nodes]
-        for node in nodes:
+        for node in self.every(ast.stmt):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     known[alias.name] = alias.asname or alias.name
@@ -192,8 +206,8 @@ def edited(site: Site, edits: Edits) -> Site:
     for place in site.finding.also:
         file, _, line = place.rpartition(":")
         also.append(f"{file}:{moved(file, int(line))}" if file in sources else place)
-    finding = replace(site.finding, line=moved(site.source.file, site.line), also=also)
-    return replace(site, finding=finding, sources=sources)
+    finding = dataclasses.replace(site.finding, line=moved(site.source.file, site.line), also=also)
+    return dataclasses.replace(site, finding=finding, sources=sources)
 
 
 def rewritten(site: Site, changed: Site, edits: Edits) -> Edits:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import Site
+from compat.adaptation.repair.source import block_of, find, parent_of
 from compat.adaptation.repair.syntax import called, is_self, name_of, root
 
 ELEMENTWISE = frozenset(
@@ -31,11 +32,11 @@ def inputs(site: Site, node: ast.expr) -> list[ast.expr]:
 
 def formulas(site: Site, within: ast.AST) -> list[ast.expr]:
     """Return the largest element-wise expressions in the order of the text."""
-    expressions = site.source.nodes(ast.expr, within)
+    expressions = find(ast.expr, within)
     formula = {node for node in expressions if _parts(site, node) is not None}
     return [
         node for node in expressions
-        if node in formula and site.source.parents.get(node) not in formula
+        if node in formula and parent_of(node) not in formula
     ]  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def _is_imported(site: Site, node: ast.expr) -> bool:
 
 def _constants(site: Site) -> set[str]:
     """Return the names that are assigned numbers only, in the function or in the module."""
-    statements = [*site.source.tree.body, *(site.function.body if site.function else [])]
+    statements = [*site.tree.body, *(site.function.body if site.function else [])]
     return {
         target.id
         for statement in statements
@@ -88,48 +89,47 @@ def _constants(site: Site) -> set[str]:
     }
 
 
-def removed(source: Source, statement: ast.stmt) -> Edit:
+def removed(statement: ast.stmt) -> Edit:
     """Return the removal of a statement, and of the `if` around it if it is alone there."""
-    above = source.parents.get(statement)
+    above = parent_of(statement)
     while isinstance(above, ast.If) and not above.orelse and above.body == [statement]:
-        statement, above = above, source.parents.get(above)
-    return source.remove(statement)
+        statement, above = above, parent_of(above)
+    return Edit.remove(statement)
 
 
-def only(source: Source, node: ast.expr, part: ast.expr) -> Edits:
+def only(node: ast.expr, part: ast.expr) -> Edits:
     """Return a part in place of an expression; without the statement if that then does nothing."""
-    match source.parents.get(node):
+    match parent_of(node):
         case ast.Expr() as statement:
-            return [removed(source, statement)]
+            return [removed(statement)]
         case ast.Assign([target]) as statement if ast.unparse(target) == ast.unparse(part):
-            return [removed(source, statement)]
-    return source.unwrap(node, part)
+            return [removed(statement)]
+    return Edit.unwrap(node, part)
 
 
 def unused(site: Site, dropped: list[ast.AST]) -> Edits:
     """Return the removal of assignments whose names are only read in nodes that are removed."""
-    source = site.source
     inside = {node for root in dropped for node in ast.walk(root)}
     edits: Edits = []
     names = {name_of(node) for node in inside if is_self(node)}
     for name in sorted(names):
-        every = [n for n in source.nodes(ast.Attribute) if n.attr == name]
-        edits += _assignment(source, [n for n in every if n not in inside])
+        every = [n for n in find(ast.Attribute, site.tree) if n.attr == name]
+        edits += _assignment([n for n in every if n not in inside])
     local = {node.id for node in inside if isinstance(node, ast.Name)} - site.imported
     for name in sorted(local):
         if site.function is None or name in {a.arg for a in ast.walk(site.function.args)
                                              if isinstance(a, ast.arg)}:  # fmt: skip
             continue
-        named = [n for n in source.nodes(ast.Name, site.function) if n.id == name]
-        edits += _assignment(source, [n for n in named if n not in inside])
+        named = [n for n in find(ast.Name, site.function) if n.id == name]
+        edits += _assignment([n for n in named if n not in inside])
     return edits
 
 
-def _assignment(source: Source, mentions: list[ast.Name] | list[ast.Attribute]) -> Edits:
+def _assignment(mentions: list[ast.Name] | list[ast.Attribute]) -> Edits:
     """Return the removal of an assignment that is the only mention of a name."""
     if len(mentions) != 1 or not isinstance(mentions[0].ctx, ast.Store):
         return []
-    statement = source.parents.get(mentions[0])
+    statement = parent_of(mentions[0])
     if not isinstance(statement, ast.Assign) or statement.targets != [mentions[0]]:
         return []
-    return [] if len(source.block(statement)) == 1 else [source.remove(statement)]
+    return [] if len(block_of(statement)) == 1 else [Edit.remove(statement)]

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 
-from compat.adaptation.repair.fixes import Edits, Site, edited, fixes, rewritten
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import Site, edited, fixes, rewritten
 from compat.adaptation.repair.modules import unused_module
 from compat.adaptation.repair.scale import head_size_in_scale
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.source import (
+    code_of,
+    enclosing,
+    find,
+    find_calls,
+    following,
+    grouped_code,
+    operand_code,
+    parent_of,
+    source_of,
+)
 from compat.adaptation.repair.syntax import (
     assigned,
     called,
@@ -39,44 +50,40 @@ from compat.user_models.synonyms import role_of
 @fixes("no_head_split_transpose")
 def split_with_transpose(site: Site) -> Iterator[Edits]:
     """Change `x.view(B, H, T, D)` to `x.view(B, T, H, D).transpose(1, 2)`."""
-    source, within = site.source, site.function or site.statement
-    for calls in (source.nodes(ast.Call, within), site.calls):
+    within = site.function or site.statement
+    for calls in (find(ast.Call, within), site.calls):
         yield [edit for call in calls for edit in _exchanged(site, call)]
-    for call in source.calls(SDPA, within=within):
+    for call in find_calls(SDPA, within=within):
         if len(call.args) >= 3:
-            close = source.span(call)[1]
             yield [
-                *(source.replace(each, f"{source.operand(each)}.transpose(1, 2)")
+                *(Edit.replace(each, f"{operand_code(each)}.transpose(1, 2)")
                   for each in call.args[:3]),
-                Edit(source.file, close, close, ".transpose(1, 2)"),
+                Edit.suffix(call, ".transpose(1, 2)"),
             ]  # fmt: skip
 
 
 def _exchanged(site: Site, call: ast.Call) -> Edits:
     """Return the edits that exchange the second and third size of a reshape to four axes."""
-    source = site.source
     sizes = call.args
     if len(sizes) == 1 and isinstance(sizes[0], (ast.Tuple, ast.List)):
         sizes = sizes[0].elts
     if called(call) not in ("view", "reshape") or len(sizes) != 4:
         return []
-    if name_of(source.parents[call]) in ("transpose", "permute", "swapaxes"):
+    if name_of(parent_of(call)) in ("transpose", "permute", "swapaxes"):
         return []
     _, second, third, _ = sizes
-    close = source.span(call)[1]
     return [
-        source.replace(second, source.code(third)),
-        source.replace(third, source.code(second)),
-        Edit(source.file, close, close, ".transpose(1, 2)"),
+        Edit.replace(second, code_of(third)),
+        Edit.replace(third, code_of(second)),
+        Edit.suffix(call, ".transpose(1, 2)"),
     ]
 
 
 @fixes("no_head_merge_transpose")
 def transposed_heads(site: Site) -> Iterator[Edits]:
     """Transpose the heads back before they are merged."""
-    source = site.source
     assert site.function is not None
-    others = [c for c in source.nodes(ast.Call, site.function) if c not in site.calls]
+    others = [c for c in find(ast.Call, site.function) if c not in site.calls]
     for call in [*site.calls, *reversed(others)]:
         name = called(call)
         if name not in ("view", "reshape", "flatten", "contiguous", "rearrange"):
@@ -87,31 +94,30 @@ def transposed_heads(site: Site) -> Iterator[Edits]:
         if name == "view" and isinstance(heads, ast.Call) and called(heads) == "contiguous":
             continue  # a candidate of its own
         contiguous = ".contiguous()" if name == "view" else ""
-        for swap in [*_unflattened(source, site.function), *_swaps(source, site.function)]:
-            start, end = source.grouped(heads)
-            code = source.text[start:end]
-            if isinstance(heads, ast.BinOp) and not code.startswith("("):
-                code = f"({code})"
-            yield [Edit(source.file, start, end, f"{code}{swap}{contiguous}")]
+        code = grouped_code(heads)
+        if isinstance(heads, ast.BinOp) and not code.startswith("("):
+            code = f"({code})"
+        for swap in [*_unflattened(site.function), *_swaps(site.function)]:
+            yield [Edit.replace_group(heads, f"{code}{swap}{contiguous}")]
 
 
-def _unflattened(source: Source, function: ast.FunctionDef) -> list[str]:
+def _unflattened(function: ast.FunctionDef) -> list[str]:
     """Return how heads are separated that the function has as one axis with the batch."""
     found = []
-    for call in source.calls("view", "reshape", within=function):
+    for call in find_calls("view", "reshape", within=function):
         match call.args:
             case [ast.BinOp(batch, ast.Mult(), heads), length, _]:
-                parts = ", ".join(source.code(part) for part in (batch, heads, length))
+                parts = ", ".join(code_of(part) for part in (batch, heads, length))
                 found.append(f".view({parts}, -1).transpose(1, 2)")
     return found[:1]
 
 
-def _swaps(source: Source, function: ast.FunctionDef) -> list[str]:
+def _swaps(function: ast.FunctionDef) -> list[str]:
     """Return how the function exchanges tokens and heads."""
     found = []
-    scope = source.parent(function, ast.ClassDef) or source.tree
-    for call in [*source.nodes(ast.Call, function), *source.nodes(ast.Call, scope)]:
-        places = [source.code(a) for a in call.args]
+    scope = enclosing(function, ast.ClassDef) or source_of(function).tree
+    for call in [*find(ast.Call, function), *find(ast.Call, scope)]:
+        places = [code_of(a) for a in call.args]
         method = isinstance(call.func, ast.Attribute)
         if called(call) in ("transpose", "swapaxes") and method and len(places) == 2:
             if "-1" not in places:
@@ -124,34 +130,34 @@ def _swaps(source: Source, function: ast.FunctionDef) -> list[str]:
 @fixes("shared_kv", "shared_parameters")
 def own_value(site: Site) -> Iterator[Edits]:
     """Use the value, or another part of q, k and v, that the code has but does not use."""
-    source, function = site.source, site.function
+    function = site.function
     if function is None or site.finding.values.get("part") in ("norm", "layer"):
         return
-    for name in _unused_names(source, function):
-        for product in reversed(products(source, function)):
+    for name in _unused_names(function):
+        for product in reversed(products(function)):
             for factor in (product.right, product.left):
-                for node in source.nodes(ast.Name, factor):
-                    yield [source.replace(node, name)]
-        for call in reversed(source.nodes(ast.Call, function)):
+                for node in find(ast.Name, factor):
+                    yield [Edit.replace(node, name)]
+        for call in reversed(find(ast.Call, function)):
             for passed in reversed(call.args):
                 if isinstance(passed, ast.Name) and passed.id != name:
-                    yield [source.replace(passed, name)]
-    stores = [n for n in source.nodes(ast.Name, function) if isinstance(n.ctx, ast.Store)]
-    for assignment in source.nodes(ast.Assign, function):
+                    yield [Edit.replace(passed, name)]
+    stores = [n for n in find(ast.Name, function) if isinstance(n.ctx, ast.Store)]
+    for assignment in find(ast.Assign, function):
         name = variable(assignment)
         if any(node.id == name and node.lineno < assignment.lineno for node in stores):
-            for other in source.nodes(ast.Name, assignment.value)[:1]:
-                yield [source.replace(other, name)]
+            for other in find(ast.Name, assignment.value)[:1]:
+                yield [Edit.replace(other, name)]
     yield from unused_module(site)
 
 
-def _unused_names(source: Source, function: ast.FunctionDef) -> list[str]:
+def _unused_names(function: ast.FunctionDef) -> list[str]:
     """Return the variables and parameters whose last value is never used."""
-    names = source.nodes(ast.Name, function)
+    names = find(ast.Name, function)
     last = {arg.arg: 0 for arg in function.args.args if arg.arg != "self"}
     for node in names:
         if isinstance(node.ctx, ast.Store):
-            statement = source.parent(node, ast.stmt)
+            statement = enclosing(node, ast.stmt)
             last[node.id] = 0 if statement is None else statement.end_lineno or 0
     read = {
         node.id for node in names
@@ -165,15 +171,14 @@ def projected_from_the_norm(site: Site) -> Iterator[Edits]:
     """Project what the other projections of q, k and v project."""
     if "raw" not in site.finding.values:
         return
-    source = site.source
-    within = source.nodes(ast.Call, site.function or site.statement)
+    within = find(ast.Call, site.function or site.statement)
     names = [c.args[0].id for c in within if len(c.args) == 1 and isinstance(c.args[0], ast.Name)]
     for call in site.calls:
         for argument in call.args:
             if isinstance(argument, ast.Name):
                 for name in dict.fromkeys(names):
                     if name != argument.id:
-                        yield [source.replace(argument, name)]
+                        yield [Edit.replace(argument, name)]
 
 
 # The width of a head.
@@ -183,35 +188,33 @@ def projected_from_the_norm(site: Site) -> Iterator[Edits]:
 def divided_width(site: Site) -> Iterator[Edits]:
     """Divide the width of the model among the heads, each of which has all of it."""
     products, widths = [], []
-    for source, cls in site.every(ast.ClassDef):
+    for cls in site.every(ast.ClassDef):
         if (init := constructor(cls)) is None:
             continue
-        numbers = hyperparameters(site, source, init, "n_head")
-        for width in hyperparameters(site, source, init, "n_embd"):
-            for node in source.nodes(ast.BinOp, init):
-                sides = {source.code(node.left), source.code(node.right)}
+        numbers = hyperparameters(site, init, "n_head")
+        for width in hyperparameters(site, init, "n_embd"):
+            for node in find(ast.BinOp, init):
+                sides = {code_of(node.left), code_of(node.right)}
                 if isinstance(node.op, ast.Mult) and width in sides and sides & set(numbers):
-                    products.append(source.replace_group(node, width))
-            for own in _head_sizes(source, init, width, numbers):
-                widths.append(source.replace(own, f"{width} // {numbers[0]}"))
+                    products.append(Edit.replace_group(node, width))
+            for own in _head_sizes(init, width, numbers):
+                widths.append(Edit.replace(own, f"{width} // {numbers[0]}"))
     if widths:
         yield list(dict.fromkeys([*products, *widths]))
 
 
-def _head_sizes(
-    source: Source, init: ast.FunctionDef, width: str, numbers: list[str]
-) -> Iterator[ast.expr]:
+def _head_sizes(init: ast.FunctionDef, width: str, numbers: list[str]) -> Iterator[ast.expr]:
     """Yield where a constructor uses the width of the model as that of a head."""
-    for node in source.nodes(ast.Assign, init):
+    for node in find(ast.Assign, init):
         for target, value in assigned(node):
-            if HEAD_SIZE.match(name_of(target)) and source.code(value) == width and numbers:
+            if HEAD_SIZE.match(name_of(target)) and code_of(value) == width and numbers:
                 yield value
-    for each in source.nodes(ast.ListComp, init):  # of one projection for each head
-        counts = [source.code(node) for one in each.generators for node in ast.walk(one.iter)
+    for each in find(ast.ListComp, init):  # of one projection for each head
+        counts = [code_of(node) for one in each.generators for node in ast.walk(one.iter)
                   if isinstance(node, ast.expr)]  # fmt: skip
         if isinstance(each.elt, ast.Call) and set(counts) & set(numbers):
             for size in each.elt.args[1:2] if called(each.elt) == "Linear" else ():
-                if source.code(size) == width:
+                if code_of(size) == width:
                     yield size
 
 
@@ -223,16 +226,15 @@ def split_heads(site: Site) -> Iterator[Edits]:
     """Split q, k and v into heads before their product, where none of them is split."""
     if site.finding.values["found"] != 1 or site.function is None:
         return
-    source = site.source
     for last, names in _attended(site):
-        statements = source.nodes(ast.stmt, site.function)
+        statements = find(ast.stmt, site.function)
         first = next(node for node in statements if _reads_both(node, names))
         sizes = _leading_sizes(site, names[0])
         for heads, stored in _numbers_of_heads(site):
             lines = [f"{x} = {x}.view({sizes}, {heads}, -1).transpose(1, 2)" for x in names]
-            split = [source.insert_before(first, *lines), *stored, *_last_axes(site, names)]
-            merged = f"{source.operand(last)}.transpose(1, 2).flatten(2)"
-            for edits in (split, [*split, source.replace_group(last, merged)]):
+            split = [Edit.insert_before(first, *lines), *stored, *_last_axes(site, names)]
+            merged = f"{operand_code(last)}.transpose(1, 2).flatten(2)"
+            for edits in (split, [*split, Edit.replace_group(last, merged)]):
                 yield edits
                 yield from _rescaled(site, edits)
 
@@ -241,12 +243,12 @@ def _last_axes(site: Site, names: list[str]) -> Edits:
     """Count the axes of `k.transpose(1, 2)` from the end, so that heads may come first."""
     edits = []
     for product in score_products(site):
-        for call in site.source.nodes(ast.Call, product.node):
+        for call in find(ast.Call, product.node):
             axes = [constant(each) for each in call.args]
             if axes in ([1, 2], [2, 1], [0, 2, 1]) and isinstance(call.func, ast.Attribute):
                 if name_of(tensor := call.func.value) in names:
-                    code = f"{site.source.code(tensor)}.transpose(-2, -1)"
-                    edits.append(site.source.replace(call, code))
+                    code = f"{code_of(tensor)}.transpose(-2, -1)"
+                    edits.append(Edit.replace(call, code))
     return edits
 
 
@@ -255,23 +257,22 @@ def _rescaled(site: Site, split: Edits) -> Iterator[Edits]:
     d_head = site.config.n_embd // site.finding.values["expected"]
     values = {"found": site.config.n_embd**-0.5, "expected": d_head**-0.5, "d_head": d_head}
     changed = edited(site, split)
-    finding = replace(changed.finding, code="scale_by_d_model", values=values)
-    changed = replace(changed, finding=finding)
+    finding = dataclasses.replace(changed.finding, code="scale_by_d_model", values=values)
+    changed = dataclasses.replace(changed, finding=finding)
     for edits in islice(unique(head_size_in_scale(changed)), 4):
         yield rewritten(site, changed, edits)
 
 
 def _attended(site: Site) -> Iterator[tuple[ast.expr, list[str]]]:
     """Yield expressions whose value is the output of the heads, with the names of q, k and v."""
-    source = site.source
-    for call in source.calls(SDPA, within=site.function):
+    for call in find_calls(SDPA, within=site.region):
         names = [each.id for each in call.args[:3] if isinstance(each, ast.Name)]
         if len(names) == 3:
             yield call, names
-    found = products(source, site.function or site.statement)
+    found = products(site.function or site.statement)
     for scores in score_products(site):
         operands = [scores.left, scores.right]
-        names = [n.id for each in operands for n in source.nodes(ast.Name, each)][:2]
+        names = [n.id for each in operands for n in find(ast.Name, each)][:2]
         for product in found:
             if product.node is not scores.node and isinstance(product.right, ast.Name):
                 yield product.node, [*names, product.right.id]
@@ -284,7 +285,7 @@ def _reads_both(statement: ast.stmt, names: list[str]) -> bool:
 
 def _leading_sizes(site: Site, name: str) -> str:
     """Return the sizes of the batch and of the sequence, as the function can write them."""
-    for node in site.source.nodes(ast.Assign, site.function):
+    for node in find(ast.Assign, site.region):
         sizes = unpacked_sizes(node)
         if len(sizes) == 3 and "_" not in sizes[:2]:
             return ", ".join(sizes[:2])
@@ -293,19 +294,19 @@ def _leading_sizes(site: Site, name: str) -> str:
 
 def _numbers_of_heads(site: Site) -> Iterator[tuple[str, Edits]]:
     """Yield code for the number of heads, with what stores it if nothing does."""
-    source, init = site.source, site.init
+    init = site.init
     if site.cls is None:
         return
-    own = [source.code(node) for node in source.nodes(ast.Attribute, site.cls)
+    own = [code_of(node) for node in find(ast.Attribute, site.cls)
            if role_of(node.attr) == "n_head"]  # fmt: skip
     written = [each for each in own if each.startswith("self.")]
     yield from ((each, []) for each in dict.fromkeys(written))
     if init is None or written:
         return
-    for name in hyperparameters(site, source, init, "n_head"):
+    for name in hyperparameters(site, init, "n_head"):
         last = re.findall(r"[A-Za-z_][A-Za-z_0-9]*", name)[-1]  # of cfg["n_head"] as well
         line = f"self.{last} = {name}"
-        yield f"self.{last}", [source.insert_after(init.body[-1], line)]
+        yield f"self.{last}", [Edit.insert_after(init.body[-1], line)]
 
 
 # The output projection.
@@ -323,7 +324,7 @@ def output_projection(site: Site) -> Iterator[Edits]:
         name, statement = _name_of_projection(site, init), _last_built(init)
         for width in _widths(site, init):
             new = f"self.{name} = {_linear(site, init)}({width}, {width})"
-            created.append((name, [site.source.insert_after(statement, new)]))
+            created.append((name, [Edit.insert_after(statement, new)]))
     for name, edits in created:
         for applied in _projected(site, name):
             yield [*edits, *applied]
@@ -331,11 +332,11 @@ def output_projection(site: Site) -> Iterator[Edits]:
 
 def _unread_projections(site: Site, cls: ast.ClassDef) -> list[str]:
     """Return the attributes of a class that hold a projection that nothing reads."""
-    attributes = site.source.nodes(ast.Attribute, cls)
+    attributes = find(ast.Attribute, cls)
     read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load)}
     return [
         target.attr
-        for node in site.source.nodes(ast.Assign, cls)
+        for node in find(ast.Assign, cls)
         for target in node.targets
         if isinstance(target, ast.Attribute) and target.attr not in read
         and isinstance(node.value, ast.Call) and called(node.value) in ("Linear", "Conv1D")
@@ -344,7 +345,7 @@ def _unread_projections(site: Site, cls: ast.ClassDef) -> list[str]:
 
 def _name_of_projection(site: Site, init: ast.FunctionDef) -> str:
     """Return a name for the output projection in the style of the other modules' names."""
-    names = {n.attr for n in site.source.nodes(ast.Attribute, init) if own_attribute(n)}
+    names = {n.attr for n in find(ast.Attribute, init) if own_attribute(n)}
     styles = (
         ("c_attn", "c_proj"), ("q_proj", "o_proj"), ("W_query", "out_proj"), ("W_q", "W_o"),
         ("w_q", "w_o"), ("Wq", "Wo"), ("wq", "wo"), ("q_linear", "out_linear"),
@@ -365,34 +366,33 @@ def _last_built(init: ast.FunctionDef) -> ast.stmt:
 
 def _linear(site: Site, init: ast.FunctionDef) -> str:
     """Return how the class writes `nn.Linear`."""
-    calls = site.source.calls("Linear", within=init)
-    return site.source.code(calls[0].func) if calls else site.torch("torch.nn.Linear")
+    calls = find_calls("Linear", within=init)
+    return code_of(calls[0].func) if calls else site.torch("torch.nn.Linear")
 
 
 def _widths(site: Site, init: ast.FunctionDef) -> list[str]:
     """Return how a constructor can write the width of the model, the likeliest first."""
-    source = site.source
     found = [
-        source.code(call.args[0])
-        for call in source.calls("Linear", "Conv1D", within=init) if len(call.args) > 1
+        code_of(call.args[0])
+        for call in find_calls("Linear", "Conv1D", within=init) if len(call.args) > 1
     ]  # fmt: skip
-    found += hyperparameters(site, source, init, "n_embd")
-    heads = hyperparameters(site, source, init, "n_head")
-    head_sizes = hyperparameters(site, source, init, "d_head")
+    found += hyperparameters(site, init, "n_embd")
+    heads = hyperparameters(site, init, "n_head")
+    head_sizes = hyperparameters(site, init, "d_head")
     found += [f"{one} * {other}" for one in heads for other in head_sizes]
     return list(dict.fromkeys(found))[:4]
 
 
 def _projected(site: Site, name: str) -> Iterator[Edits]:
     """Apply a projection to the value of the finding's statement, or to what is returned."""
-    source, statement = site.source, site.statement
+    statement = site.statement
     if target := variable(statement):
-        for following in source.after(statement)[:1]:
-            match following:
+        for after in following(statement)[:1]:
+            match after:
                 case ast.Return(ast.Name() as result) if result.id == target:
-                    yield [source.replace(result, f"self.{name}({target})")]
-        yield [source.insert_after(statement, f"{target} = self.{name}({target})")]
-    values = {node: node.value for node in source.nodes(ast.Return, site.function) if node.value}
+                    yield [Edit.replace(result, f"self.{name}({target})")]
+        yield [Edit.insert_after(statement, f"{target} = self.{name}({target})")]
+    values = {node: node.value for node in find(ast.Return, site.region) if node.value}
     outputs = {  # the first of several
         node: value.elts[0] if isinstance(value, ast.Tuple) else value
         for node, value in values.items()
@@ -404,4 +404,4 @@ def _projected(site: Site, name: str) -> Iterator[Edits]:
         *(output for node, output in outputs.items() if node is not statement),
     ]
     for value in projected:
-        yield [source.replace(value, f"self.{name}({source.code(value)})")]
+        yield [Edit.replace(value, f"self.{name}({code_of(value)})")]

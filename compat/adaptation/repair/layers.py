@@ -7,55 +7,65 @@ import re
 import textwrap
 from collections.abc import Container, Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, fixes
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import Site, fixes
+from compat.adaptation.repair.source import (
+    block_of,
+    code_around,
+    code_of,
+    enclosing,
+    find,
+    find_calls,
+    indent_of,
+    source_of,
+    span,
+)
 from compat.adaptation.repair.syntax import called, is_self, variables
 from compat.adaptation.repair.values import hyperparameters_at
 
 WITHOUT_PARAMETERS = re.compile("Dropout|Identity|[GS]?[eE]LU|ReLU|SiLU|Softmax")
 
 
-def _numbers(site: Site, source: Source, node: ast.AST) -> list[str]:
+def _numbers(site: Site, node: ast.AST) -> list[str]:
     """Return how the code around a node can write the checkpoint's number of layers."""
-    known = hyperparameters_at(site, source, node, "n_layer")
+    known = hyperparameters_at(site, node, "n_layer")
     return [*known, str(site.finding.values["expected"])]
 
 
 @fixes("n_layer_mismatch")
 def stream_through_blocks(site: Site) -> Iterator[Edits]:
     """Let the next block read the result of a block, in `for block in blocks: y = block(x)`."""
-    source = site.source
     match site.statement:
         case ast.Assign([ast.Name(result)], ast.Call(args=[ast.Name(stream), *_])) if (
-            result != stream and source.parent(site.statement, ast.For)
+            result != stream and enclosing(site.statement, ast.For)
         ):
-            names = source.nodes(ast.Name, site.function)
-            yield [source.replace(name, stream) for name in names if name.id == result]
+            names = find(ast.Name, site.region)
+            yield [Edit.replace(name, stream) for name in names if name.id == result]
 
 
 @fixes("n_layer_mismatch")
 def generated_blocks(site: Site) -> Iterator[Edits]:
     """Build the checkpoint's number of blocks in place of blocks that are written out."""
-    source, found = site.source, site.finding.values["found"]
-    for node in source.nodes(ast.expr, site.function):
+    found = site.finding.values["found"]
+    for node in find(ast.expr, site.region):
         items = getattr(node, "args" if isinstance(node, ast.Call) else "elts", [])
         for first in range(len(items) - found + 1):
             run = items[first : first + found]
             around = items[first - 1 : first] + items[first + found : first + found + 1]
-            code = source.code(run[0])
-            if {source.code(item) for item in run} != {code}:
+            code = code_of(run[0])
+            if {code_of(item) for item in run} != {code}:
                 continue
-            if code in map(source.code, around) or not isinstance(run[0], ast.Call):
+            if code in map(code_of, around) or not isinstance(run[0], ast.Call):
                 continue
             if found == 1 and isinstance(node, ast.Call) and called(node) != "Sequential":
                 continue
-            for size in _numbers(site, source, node):
+            for size in _numbers(site, node):
                 blocks = f"{code} for _ in range({size})"
-                start, end = source.span(run[0])[0], source.span(run[-1])[1]
+                start, end = span(run[0])[0], span(run[-1])[1]
                 if isinstance(node, ast.List) and len(items) == found:
-                    yield [source.replace(node, f"[{blocks}]")]
+                    yield [Edit.replace(node, f"[{blocks}]")]
                 elif isinstance(node, (ast.List, ast.Call)):
-                    yield [Edit(source.file, start, end, f"*[{blocks}]")]
+                    yield [Edit.at(node, start, end, f"*[{blocks}]")]
 
 
 @fixes("n_layer_mismatch")
@@ -64,26 +74,26 @@ def blocks_in_a_loop(site: Site) -> Iterator[Edits]:
 
     A single block is repeated as well.
     """
-    source, cls = site.source, site.cls
+    cls = site.cls
     if cls is None:
         return
     alike: dict[str, dict[str, ast.Assign]] = {}
     for name, statement, call in _built(site):
-        alike.setdefault(source.code(call), {})[name] = statement
+        alike.setdefault(code_of(call), {})[name] = statement
     for code, group in alike.items():
         names, statements = list(group), list(group.values())
         if len(group) != site.finding.values["found"] or not (
             len(group) > 1 or site.statement is statements[0]
         ):
             continue
-        listed = _name_of_list(source, cls, names)
-        if (used := _iterated(source, cls, names, listed)) is None:
+        listed = _name_of_list(cls, names)
+        if (used := _iterated(cls, names, listed)) is None:
             continue
         kept, *others = statements
-        removed = [source.remove(statement) for statement in others]
-        for size in _numbers(site, source, kept):
+        removed = [Edit.remove(statement) for statement in others]
+        for size in _numbers(site, kept):
             module = f"{site.torch('torch.nn.ModuleList')}([{code} for _ in range({size})])"
-            yield [source.replace(kept, f"self.{listed} = {module}"), *removed, *used]
+            yield [Edit.replace(kept, f"self.{listed} = {module}"), *removed, *used]
 
 
 def _built(site: Site) -> Iterator[tuple[str, ast.Assign, ast.Call]]:
@@ -94,58 +104,58 @@ def _built(site: Site) -> Iterator[tuple[str, ast.Assign, ast.Call]]:
                 yield target.attr, statement, call
 
 
-def _reads(source: Source, cls: ast.ClassDef, names: Container[str]) -> list[ast.Attribute]:
+def _reads(cls: ast.ClassDef, names: Container[str]) -> list[ast.Attribute]:
     """Return where a class reads `self.name` for one of the names."""
     return [
-        node for node in source.nodes(ast.Attribute, cls)
+        node for node in find(ast.Attribute, cls)
         if is_self(node) and node.attr in names and isinstance(node.ctx, ast.Load)
     ]  # fmt: skip
 
 
-def _name_of_list(source: Source, cls: ast.ClassDef, names: list[str]) -> str:
+def _name_of_list(cls: ast.ClassDef, names: list[str]) -> str:
     """Return a name for the list of blocks: `blocks` for `block1` and `block2`."""
-    known = {node.attr for node in source.nodes(ast.Attribute, cls)} - set(names)
+    known = {node.attr for node in find(ast.Attribute, cls)} - set(names)
     stem = re.sub(r"_?\d+$", "", names[0])
     return next(
         name for name in (f"{stem}s", "blocks", "layers", f"all_{stem}") if name not in known
     )
 
 
-def _iterated(source: Source, cls: ast.ClassDef, names: list[str], listed: str) -> Edits | None:
+def _iterated(cls: ast.ClassDef, names: list[str], listed: str) -> Edits | None:
     """Return a loop over the list in place of the calls of the blocks, one after the other."""
-    reads = _reads(source, cls, names)
+    reads = _reads(cls, names)
     if sorted(node.attr for node in reads) != sorted(names):
         return None
-    by_read = {node: above for node in reads if (above := source.parent(node, ast.stmt))}
+    by_read = {node: above for node in reads if (above := enclosing(node, ast.stmt))}
     first, *others = statements = list(dict.fromkeys(by_read.values()))
     if not others and len(names) > 1:
-        return _unnested(source, first, names, listed)
-    block = source.block(first)
+        return _unnested(first, names, listed)
+    block = block_of(first)
     place = block.index(first)
-    loops = {"block".join(source.around(above, node)) for node, above in by_read.items()}
+    loops = {"block".join(code_around(above, node)) for node, above in by_read.items()}
     consecutive = block[place : place + len(names)] == statements
     if len(loops) != 1 or not consecutive or not isinstance(first, ast.Assign):
         return None
-    loop = f"for block in self.{listed}:\n{source.indent(first)}    {loops.pop()}"
-    return [source.replace(first, loop), *map(source.remove, others)]
+    loop = f"for block in self.{listed}:\n{indent_of(first)}    {loops.pop()}"
+    return [Edit.replace(first, loop), *map(Edit.remove, others)]
 
 
-def _unnested(source: Source, statement: ast.stmt, names: list[str], listed: str) -> Edits | None:
+def _unnested(statement: ast.stmt, names: list[str], listed: str) -> Edits | None:
     """Return a loop in place of `self.block3(self.block2(self.block1(x)))`."""
-    calls = [call for call in source.calls(*names, within=statement) if is_self(call.func)]
+    calls = [call for call in find_calls(*names, within=statement) if is_self(call.func)]
     match calls:
         case [outer, *_, ast.Call(_, [ast.Name(x)])] if len(calls) == len(names):
             if any(len(call.args) != 1 or call.keywords for call in calls):
                 return None
             lines = (f"for block in self.{listed}:", f"    {x} = block({x})")
-            return [source.insert_before(statement, *lines), source.replace(outer, x)]
+            return [Edit.insert_before(statement, *lines), Edit.replace(outer, x)]
     return None
 
 
 @fixes("n_layer_mismatch")
 def layer_in_a_loop(site: Site) -> Iterator[Edits]:
     """Repeat the statements of a single layer, whose modules become lists of modules."""
-    source, cls = site.source, site.cls
+    cls = site.cls
     built = {
         name: statement for name, statement, call in _built(site)
         if not WITHOUT_PARAMETERS.search(called(call))
@@ -153,11 +163,11 @@ def layer_in_a_loop(site: Site) -> Iterator[Edits]:
     own = next((name for name, statement in built.items() if statement is site.statement), None)
     if cls is None or own is None or site.finding.values["found"] != 1:
         return
-    reads = _reads(source, cls, built)
-    use = next((source.parent(node, ast.stmt) for node in reads if node.attr == own), None)
+    reads = _reads(cls, built)
+    use = next((enclosing(node, ast.stmt) for node in reads if node.attr == own), None)
     if use is None:
         return
-    block = source.block(use)
+    block = block_of(use)
     place = block.index(use)
     ranges = [(i, j) for i in range(place + 1) for j in range(place + 1, len(block) + 1)]
     for i, j in sorted(ranges, key=lambda each: each[1] - each[0]):
@@ -167,9 +177,9 @@ def layer_in_a_loop(site: Site) -> Iterator[Edits]:
         shared = any(node.attr in names and node not in inside for node in reads)
         if shared or not _passes_on(block[i:j]):
             continue
-        for size in _numbers(site, source, site.statement):
+        for size in _numbers(site, site.statement):
             edits = [_listed(site, built[name], size) for name in names]
-            yield [*edits, _repeated(source, block[i:j], within, own)]
+            yield [*edits, _repeated(block[i:j], within, own)]
 
 
 def _passes_on(statements: list[ast.stmt]) -> bool:
@@ -182,19 +192,18 @@ def _passes_on(statements: list[ast.stmt]) -> bool:
 
 def _listed(site: Site, statement: ast.Assign, size: str) -> Edit:
     """Return a list of modules in place of a module."""
-    new = f"[{site.source.code(statement.value)} for _ in range({size})]"
-    return site.source.replace(statement.value, f"{site.torch('torch.nn.ModuleList')}({new})")
+    new = f"[{code_of(statement.value)} for _ in range({size})]"
+    return Edit.replace(statement.value, f"{site.torch('torch.nn.ModuleList')}({new})")
 
 
-def _repeated(
-    source: Source, statements: list[ast.stmt], modules: list[ast.Attribute], own: str
-) -> Edit:
+def _repeated(statements: list[ast.stmt], modules: list[ast.Attribute], own: str) -> Edit:
     """Return statements in a loop, with the modules of one layer."""
     first, last = statements[0], statements[-1]
-    start, end = source.offset(first.lineno, 0), source.span(last)[1]
+    source = source_of(first)
+    start, end = source.offset(first.lineno, 0), span(last)[1]
     text = source.text[start:end]
-    for node in sorted(modules, key=lambda node: source.span(node)[1], reverse=True):
-        at = source.span(node)[1] - start
+    for node in sorted(modules, key=lambda node: span(node)[1], reverse=True):
+        at = span(node)[1] - start
         text = f"{text[:at]}[i]{text[at:]}"
-    loop = f"{source.indent(first)}for i in range(len(self.{own})):\n"
-    return Edit(source.file, start, end, loop + textwrap.indent(text, "    "))
+    loop = f"{indent_of(first)}for i in range(len(self.{own})):\n"
+    return Edit.at(first, start, end, loop + textwrap.indent(text, "    "))

@@ -6,8 +6,19 @@ import ast
 import re
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, fixes
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import Site, fixes
+from compat.adaptation.repair.source import (
+    code_of,
+    enclosing,
+    find,
+    find_calls,
+    grouped_code,
+    operand_code,
+    parent_of,
+    source_of,
+    span,
+)
 from compat.adaptation.repair.syntax import (
     argument,
     called,
@@ -49,39 +60,38 @@ def minus_inf_value(site: Site) -> Iterator[Edits]:
         if called(call) in ("masked_fill", "masked_fill_", "where"):
             for value in reversed(call.args):
                 if is_number(site, value):
-                    yield [site.source.replace(value, minus_inf(site.source))]
+                    yield [Edit.replace(value, minus_inf(site.source))]
     yield from _filled_products(site)
 
 
 def _filled_products(site: Site) -> Iterator[Edits]:
     """Fill the scores where the mask, by which they are multiplied, is 0."""
-    source, statement = site.source, site.statement
+    statement = site.statement
 
     def filled(scores: ast.expr, mask: ast.expr) -> str:
-        return with_mask(source, scores, f"{source.operand(mask)} == 0")
+        return with_mask(scores, f"{operand_code(mask)} == 0")
 
     if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult):
         new = filled(statement.target, statement.value)
-        yield [source.replace(statement, f"{source.code(statement.target)} = {new}")]
-    for node in source.nodes(ast.BinOp, statement):
+        yield [Edit.replace(statement, f"{code_of(statement.target)} = {new}")]
+    for node in find(ast.BinOp, statement):
         if isinstance(node.op, ast.Mult):
-            yield from ([source.replace(node, filled(*pair))] for pair in reversed(sides(node)))
+            yield from ([Edit.replace(node, filled(*pair))] for pair in reversed(sides(node)))
 
 
 @fixes("id_condition")
 def no_padding(site: Site) -> Iterator[Edits]:
     """Hide no id as padding: a mask of ones in place of `ids != pad`."""
-    source = site.source
 
-    for node in source.nodes(ast.Compare, site.statement):
+    for node in find(ast.Compare, site.statement):
         if isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
             fill = "ones" if isinstance(node.ops[0], ast.NotEq) else "zeros"
-            yield [source.replace_group(node, bool_like(site, source.code(node.left), fill))]
+            yield [Edit.replace_group(node, bool_like(site, code_of(node.left), fill))]
     for call in site.calls:  # ids.eq(pad)
         name = called(call).rstrip("_")
         if name in ("eq", "ne", "not_equal") and (ids := operand(site, call)) is not None:
             fill = "zeros" if name == "eq" else "ones"
-            yield [source.replace(call, bool_like(site, source.code(ids), fill))]
+            yield [Edit.replace(call, bool_like(site, code_of(ids), fill))]
 
 
 @fixes("no_mask")
@@ -93,31 +103,31 @@ def flag_of_mask(site: Site) -> Iterator[Edits]:
 def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
     """Return masks that the function could use, with their definitions: variables, then buffers."""
     assert site.function is not None
-    source, function = site.source, site.function
+    function = site.function
     found: list[tuple[str, ast.expr | None]] = []
-    for node in source.nodes(ast.Name, function):
+    for node in find(ast.Name, function):
         if isinstance(node.ctx, ast.Store) and MASK.search(node.id) and node.lineno < place.lineno:
-            values = [v for v, u in assigned_values(source, function, node.id) if u is None]
+            values = [v for v, u in assigned_values(function, node.id) if u is None]
             found.append((node.id, values[-1] if values else None))
     found += [(a.arg, None) for a in function.args.args if MASK.search(a.arg)]
     cls = site.cls
-    for call in source.calls("register_buffer", within=cls) if cls is not None else []:
+    for call in find_calls("register_buffer", within=cls) if cls is not None else []:
         first = argument(call, 0, "name")
         if isinstance(first, ast.Constant):
             name, value = str(first.value), argument(call, 1, "tensor")
             if isinstance(value, ast.Name):
                 value = definition(site, value) or value
             if value is not None and (MASK.search(name) or _triangle(value)):
-                views = source.calls("view", "reshape", "unsqueeze", "expand", within=value)
-                new_axes = [n for n in source.nodes(ast.Constant, value) if n.value is None]
+                views = find_calls("view", "reshape", "unsqueeze", "expand", within=value)
+                new_axes = [n for n in find(ast.Constant, value) if n.value is None]
                 part = "[:, :, :{T}, :{T}]" if views or new_axes else "[:{T}, :{T}]"
                 found.append((f"self.{name}{part}", value))
-    if is_cached(source, function):  # only those that begin at an offset fit
+    if is_cached(function):  # only those that begin at an offset fit
         found = [
             (name, value) for name, value in found
             if value is None or any(isinstance(n, ast.Sub) for n in ast.walk(value))
         ]  # fmt: skip
-    used = {source.code(n) for n in source.nodes(ast.Attribute, cls) if cls is not None}
+    used = {code_of(n) for n in find(ast.Attribute, cls)} if cls is not None else set()
     return [
         (name, value) for name, value in dict(found).items() if name.split("[")[0] not in used
     ]  # fmt: skip
@@ -132,7 +142,7 @@ def _triangle(node: ast.expr | None) -> str:
 def _length(site: Site) -> str | None:
     """Return the name of the number of tokens, as in `B, T, C = x.shape`."""
     assert site.function is not None
-    for node in site.source.nodes(ast.Assign, site.function):
+    for node in find(ast.Assign, site.function):
         sizes = unpacked_sizes(node)
         if len(sizes) in (2, 3) and sizes[1] != "_":
             return sizes[1]
@@ -147,7 +157,7 @@ def _length(site: Site) -> str | None:
 
 def _masked(site: Site, scores: str, mask: str, value: ast.expr | None) -> list[str]:
     """Return scores to which a mask is applied, for the likeliest meanings of the mask."""
-    inf, part = minus_inf(site.source), "" if value is None else site.source.code(value)
+    inf, part = minus_inf(site.source), "" if value is None else code_of(value)
     hidden = f"{scores}.masked_fill({mask} == 0, {inf})"
     shown = f"{scores}.masked_fill({mask}, {inf})" if "bool" in part else (
         f"{scores}.masked_fill({mask}.bool(), {inf})")  # fmt: skip
@@ -162,11 +172,10 @@ def _masked(site: Site, scores: str, mask: str, value: ast.expr | None) -> list[
 @fixes("no_mask")
 def cached_mask(site: Site) -> Iterator[Edits]:
     """Pass a mask to `scaled_dot_product_attention` where a KV cache rules out `is_causal`."""
-    source = site.source
     for call in site.calls:
-        if called(call) != SDPA or not is_cached(source, site.function) or len(call.args) < 2:
+        if called(call) != SDPA or not is_cached(site.function) or len(call.args) < 2:
             continue
-        statement, (q, k) = source.parent(call, ast.stmt), call.args[:2]
+        statement, (q, k) = enclosing(call, ast.stmt), call.args[:2]
         if statement is None or not isinstance(q, ast.Name) or not isinstance(k, ast.Name):
             continue
         queries, keys = size_of(site, q.id, -2), size_of(site, k.id, -2)
@@ -174,41 +183,40 @@ def cached_mask(site: Site) -> Iterator[Edits]:
         edits = []
         causal = argument(call, 5, "is_causal")
         if causal is not None and not isinstance(causal, ast.Constant):
-            edits.append(source.replace(causal, "False"))
+            edits.append(Edit.replace(causal, "False"))
         name = site.new_name("attn_mask", "causal_mask", "visible")
         lines = [
             f"{name} = {site.torch('torch.ones')}({queries}, {keys}, dtype={dtype}, "
             f"device={q.id}.device)",
             f"{name} = {name}.tril({keys} - {queries})",
         ]
-        edits.append(source.insert_before(statement, *lines))
-        yield [*edits, source.set_argument(call, 3, "attn_mask", name)]
+        edits.append(Edit.insert_before(statement, *lines))
+        yield [*edits, Edit.set_argument(call, 3, "attn_mask", name)]
 
 
 @fixes("no_mask")
 def is_causal(site: Site) -> Iterator[Edits]:
     """Let `scaled_dot_product_attention` hide the tokens after each one."""
-    source = site.source
     for call in site.calls:
-        if called(call) != SDPA or is_cached(source, site.function):
+        if called(call) != SDPA or is_cached(site.function):
             continue
-        causal = source.set_argument(call, 5, "is_causal", "True")
+        causal = Edit.set_argument(call, 5, "is_causal", "True")
         mask = argument(call, 3, "attn_mask")
         if mask is None or constant(mask) is None:
             yield [causal]
         elif mask in call.args:
-            yield [source.replace(mask, "None"), causal]
+            yield [Edit.replace(mask, "None"), causal]
         else:
-            yield [source.remove_argument(call, mask), causal]
+            yield [Edit.remove_argument(call, mask), causal]
 
 
 @fixes("no_mask")
 def assigned_mask(site: Site) -> Iterator[Edits]:
     """Assign the result of `masked_fill`, where it is not used."""
-    for node in site.source.nodes(ast.Expr, site.function):
+    for node in find(ast.Expr, site.region):
         match node.value:
             case ast.Call(ast.Attribute(ast.Name(name), "masked_fill")) as call:
-                yield [site.source.replace(node, f"{name} = {site.source.code(call)}")]
+                yield [Edit.replace(node, f"{name} = {code_of(call)}")]
 
 
 @fixes("no_mask")
@@ -216,19 +224,19 @@ def masked_scores(site: Site) -> Iterator[Edits]:
     """Mask the scores before the softmax, with a mask of the user's if there is one."""
     source = site.source
     for call, scores in softmax_calls(site)[:2]:
-        statement = source.parent(call, ast.stmt)
+        statement = enclosing(call, ast.stmt)
         assert statement is not None
         name, before, edits = named_scores(site, scores)
         length = _length(site) or f"{name}.size(-1)"
         for mask, value in _masks(site, statement):
             for text in _masked(site, name, mask.format(T=length), value):
-                yield [*edits, source.insert_before(statement, *before, f"{name} = {text}")]
-        cached = source.calls("cat", "concat", within=site.function)
+                yield [*edits, Edit.insert_before(statement, *before, f"{name} = {text}")]
+        cached = find_calls("cat", "concat", within=site.region)
         diagonal = f"{name}.size(-1) - {name}.size(-2) + 1" if cached else "1"
         mask = site.new_name("mask", "causal_mask", "future", "hidden")
         created = f"{mask} = {bool_like(site, name)}.triu({diagonal})"
         lines = [*before, created, mask_line(source, name, mask)]
-        yield [*edits, source.insert_before(statement, *lines)]
+        yield [*edits, Edit.insert_before(statement, *lines)]
 
 
 MODULE_MASKS = {
@@ -240,8 +248,7 @@ MODULE_MASKS = {
 @fixes("no_mask")
 def module_mask(site: Site) -> Iterator[Edits]:
     """Pass a causal mask to a module of torch."""
-    source = site.source
-    built = [called(call) for call in source.nodes(ast.Call)]
+    built = [called(call) for call in find(ast.Call, site.tree)]
     for call in site.calls:
         value = definition(site, call.func) if own_attribute(call.func) else None
         kinds = [called(n) for n in ast.walk(value) if isinstance(n, ast.Call)] if value else []
@@ -250,26 +257,26 @@ def module_mask(site: Site) -> Iterator[Edits]:
             kinds = [kind for kind in MODULE_MASKS if kind in built]
         if not kinds or not call.args:
             continue
-        statement = source.parent(call, ast.stmt)
+        statement = enclosing(call, ast.stmt)
         assert statement is not None
         keyword = MODULE_MASKS[kinds[0]]
-        names = [n.id for n in source.nodes(ast.Name, call.args[0]) if n.id != "self"]
-        x = names[-1] if names else source.operand(call.args[0])
-        first = any(keyword.arg == "batch_first" for keyword in source.nodes(ast.keyword))
+        names = [n.id for n in find(ast.Name, call.args[0]) if n.id != "self"]
+        x = names[-1] if names else operand_code(call.args[0])
+        first = any(keyword.arg == "batch_first" for keyword in find(ast.keyword, site.tree))
         length = f"{x}.size({1 if first else 0})"
         for mask, _ in _masks(site, statement):
             for size in dict.fromkeys([_length(site) or length, length]):
                 text = mask.format(T=size).replace("[:, :, ", "[")
-                yield [source.set_keyword(call, keyword, text)]
+                yield [Edit.set_keyword(call, keyword, text)]
         ones, dtype = site.torch("torch.ones"), site.torch("torch.bool")
         new = f"{ones}({length}, {length}, dtype={dtype}, device={x}.device).triu(1)"
         for present in call.keywords:
             if present.arg == keyword and isinstance(present.value, ast.Name):
                 name = present.value.id
                 lines = (f"if {name} is None:", f"    {name} = {new}")
-                yield [source.insert_before(statement, *lines)]
-        created = source.insert_before(statement, f"{keyword} = {new}")
-        yield [created, source.set_keyword(call, keyword, keyword)]
+                yield [Edit.insert_before(statement, *lines)]
+        created = Edit.insert_before(statement, f"{keyword} = {new}")
+        yield [created, Edit.set_keyword(call, keyword, keyword)]
 
 
 @fixes("other_attention", "nan_scores", "no_mask")
@@ -278,29 +285,29 @@ def infinite_mask(site: Site) -> Iterator[Edits]:
     source, function = site.source, site.function
     if function is None:
         return
-    if not source.calls(SDPA, within=function) and not products(source, function):
+    if not find_calls(SDPA, within=function) and not products(function):
         return
-    for call in source.nodes(ast.Call, function):
+    for call in find(ast.Call, function):
         name = called(call).rstrip("_")
         value = argument(call, 1, "value") if name == "masked_fill" else None
         if name == "where" and len(call.args) == 3:
             value = next((a for a in call.args[1:] if is_number(site, a)), None)
         if value is not None and is_number(site, value):
-            yield [source.replace(value, minus_inf(source))]
+            yield [Edit.replace(value, minus_inf(source))]
         mask = argument(call, 3, "attn_mask") if name == SDPA else None
         if mask is not None and constant(mask) is not None:
-            yield [source.replace(mask, f"{source.operand(mask)}.bool()")]
-            yield [source.replace(mask, f"{source.operand(mask)} == 0")]
-    for node in source.nodes(ast.BinOp, function):
+            yield [Edit.replace(mask, f"{operand_code(mask)}.bool()")]
+            yield [Edit.replace(mask, f"{operand_code(mask)} == 0")]
+    for node in find(ast.BinOp, function):
         for mask, scores in sides(node):
             if isinstance(node.op, (ast.Add, ast.Mult)) and _is_mask(mask):
-                text = with_mask(source, scores, f"{source.operand(mask)} == 0")
-                yield [source.replace(node, text)]
-    for augmented in source.nodes(ast.AugAssign, function):
+                text = with_mask(scores, f"{operand_code(mask)} == 0")
+                yield [Edit.replace(node, text)]
+    for augmented in find(ast.AugAssign, function):
         if _is_mask(augmented.value):
-            hidden = f"{source.operand(augmented.value)} == 0"
-            line = mask_line(source, source.code(augmented.target), hidden)
-            yield [source.replace(augmented, line)]
+            hidden = f"{operand_code(augmented.value)} == 0"
+            line = mask_line(source, code_of(augmented.target), hidden)
+            yield [Edit.replace(augmented, line)]
 
 
 def _is_mask(node: ast.expr) -> bool:
@@ -313,29 +320,28 @@ def _is_mask(node: ast.expr) -> bool:
 @fixes("mask_off", "no_mask", "sliding_window")
 def causal_mask(site: Site) -> Iterator[Edits]:
     """Change what creates or applies a mask so that it hides the tokens after each one."""
-    source = site.source
     scopes: list[ast.AST] = [site.statement]
     if site.finding.code == "no_mask" or site.function is None:
         scopes = [] if site.function is None else [site.function]
     elif site.cls is not None:
-        scopes += [site.function, *source.nodes(ast.FunctionDef, site.cls)]
-    scopes = list(dict.fromkeys([*scopes, source.tree]))
-    yield from _diagonals(source, scopes[0])
-    yield from _comparisons(source, scopes[0])
-    yield from _restrictions(source, scopes[0])
+        scopes += [site.function, *find(ast.FunctionDef, site.cls)]
+    scopes = list(dict.fromkeys([*scopes, site.tree]))
+    yield from _diagonals(scopes[0])
+    yield from _comparisons(scopes[0])
+    yield from _restrictions(scopes[0])
     for scope in scopes[1:]:
-        yield from _diagonals(source, scope)
-        yield from _applications(source, scope)
+        yield from _diagonals(scope)
+        yield from _applications(scope)
     for scope in scopes:
-        yield from _shifts(source, scope)
-        yield from _comparisons(source, scope)
+        yield from _shifts(scope)
+        yield from _comparisons(scope)
     for scope in scopes[:2]:
-        yield from _changes_of_mask(source, scope)
-        yield from _other_triangles(source, scope)
+        yield from _changes_of_mask(scope)
+        yield from _other_triangles(scope)
 
 
-def _triangles(source: Source, scope: ast.AST) -> list[ast.Call]:
-    return source.calls("tril", "triu", "tril_", "triu_", within=scope)
+def _triangles(scope: ast.AST) -> list[ast.Call]:
+    return find_calls("tril", "triu", "tril_", "triu_", within=scope)
 
 
 def _diagonal(call: ast.Call) -> ast.expr | None:
@@ -346,44 +352,42 @@ def _diagonal(call: ast.Call) -> ast.expr | None:
     return argument(call, 0, "diagonal")
 
 
-def _diagonals(source: Source, scope: ast.AST) -> Iterator[Edits]:
+def _diagonals(scope: ast.AST) -> Iterator[Edits]:
     """Begin at the diagonal above the main one (triu), or end at the main one (tril)."""
-    for call in _triangles(source, scope):
+    for call in _triangles(scope):
         upper, diagonal = called(call).startswith("triu"), _diagonal(call)
         if diagonal is None and upper:
-            keyword = any(k.arg == "diagonal" for k in source.nodes(ast.keyword))
+            keywords = find(ast.keyword, source_of(call).tree)
+            keyword = any(k.arg == "diagonal" for k in keywords)
             if keyword or (isinstance(call.func, ast.Attribute) and not call.args):
-                yield [source.set_keyword(call, "diagonal", "1")]
-            end = source.span(call)[1] - 1
-            yield [Edit(source.file, end, end, ", 1" if call.args else "1")]
+                yield [Edit.set_keyword(call, "diagonal", "1")]
+            yield [Edit.last_argument(call, ", 1" if call.args else "1")]
         elif diagonal is not None and is_integer(diagonal):
             if upper:
-                yield [source.replace(diagonal, "1")]
-            elif source.code(diagonal) != "0":
-                yield [source.remove_argument(call, diagonal)]
+                yield [Edit.replace(diagonal, "1")]
+            elif code_of(diagonal) != "0":
+                yield [Edit.remove_argument(call, diagonal)]
         elif diagonal is not None:
-            yield from _other_offsets(source, call, diagonal, upper)
+            yield from _other_offsets(call, diagonal, upper)
 
 
-def _other_offsets(
-    source: Source, call: ast.Call, diagonal: ast.expr, upper: bool
-) -> Iterator[Edits]:
+def _other_offsets(call: ast.Call, diagonal: ast.expr, upper: bool) -> Iterator[Edits]:
     """Shift a diagonal that is computed, such as `n_key - n_query + 1` or a variable."""
-    function = source.parent(call, ast.FunctionDef)
+    function = enclosing(call, ast.FunctionDef)
     places = [diagonal]
     if isinstance(diagonal, ast.Name) and function is not None:
-        places += [v for v, u in assigned_values(source, function, diagonal.id) if u is None]
+        places += [v for v, u in assigned_values(function, diagonal.id) if u is None]
     for place in places:
-        for node in source.nodes(ast.BinOp, place):
+        for node in find(ast.BinOp, place):
             if isinstance(node.op, (ast.Add, ast.Sub)) and is_integer(node.right):
-                yield [source.replace(node, source.code(node.left))]
+                yield [Edit.replace(node, code_of(node.left))]
             elif isinstance(node.op, ast.Add) and is_integer(node.left):
-                yield [source.replace(node, source.code(node.right))]
-    code = source.code(diagonal)
+                yield [Edit.replace(node, code_of(node.right))]
+    code = code_of(diagonal)
     for sign in ("+", "-") if upper else ("-", "+"):
-        yield [source.replace(diagonal, f"{code} {sign} 1")]
-    if not is_cached(source, function):
-        yield [source.replace(diagonal, "1" if upper else "0")]
+        yield [Edit.replace(diagonal, f"{code} {sign} 1")]
+    if not is_cached(function):
+        yield [Edit.replace(diagonal, "1" if upper else "0")]
 
 
 OPPOSITES: dict[type[ast.cmpop], tuple[str, list[str]]] = {
@@ -393,51 +397,51 @@ OPPOSITES: dict[type[ast.cmpop], tuple[str, list[str]]] = {
 }  # fmt: skip
 
 
-def _comparisons(source: Source, scope: ast.AST) -> Iterator[Edits]:
+def _comparisons(scope: ast.AST) -> Iterator[Edits]:
     """Compare positions, or a mask with 0 or 1, in another way."""
-    for node in source.nodes(ast.Compare, scope):
+    for node in find(ast.Compare, scope):
         old, others = OPPOSITES.get(type(node.ops[0]), ("", []))
         parts = [node.left, node.comparators[0]]
         for part in parts:
             if isinstance(part, ast.BinOp) and is_integer(part.right) and len(others) > 1:
-                yield [source.replace(part, source.code(part.left))]
-        start, end = source.span(parts[0])[1], source.span(parts[1])[0]
+                yield [Edit.replace(part, code_of(part.left))]
+        start, end = span(parts[0])[1], span(parts[1])[0]
         if any(constant(part) is None for part in parts):
             continue
-        if len(others) == 1 and not _near_mask(source, node):
+        if len(others) == 1 and not _near_mask(node):
             continue
         for other in others:
-            text = source.text[start:end].replace(old, other, 1)
+            text = source_of(node).text[start:end].replace(old, other, 1)
             if old:
-                yield [Edit(source.file, start, end, text)]
+                yield [Edit.at(node, start, end, text)]
 
 
-def _near_mask(source: Source, node: ast.AST) -> bool:
+def _near_mask(node: ast.AST) -> bool:
     """Return whether a statement of a node names a mask."""
-    statement = source.parent(node, ast.stmt)
+    statement = enclosing(node, ast.stmt)
     return any(MASK.search(name_of(each)) for each in ast.walk(statement or node))
 
 
-def _restrictions(source: Source, scope: ast.AST) -> Iterator[Edits]:
+def _restrictions(scope: ast.AST) -> Iterator[Edits]:
     """Leave out one of two conditions, such as a window."""
-    for node in source.nodes(ast.BinOp, scope):
-        tight = isinstance(source.parents[node], (ast.BinOp, ast.UnaryOp, ast.Attribute))
+    for node in find(ast.BinOp, scope):
+        tight = isinstance(parent_of(node), (ast.BinOp, ast.UnaryOp, ast.Attribute))
         is_condition = isinstance(node.op, (ast.BitAnd, ast.BitOr))
         for part in (node.left, node.right):
-            start, end = source.span(part) if is_condition and not tight else source.grouped(part)
             changes_mask = isinstance(node.op, (ast.Mult, ast.Sub, ast.Add)) and _triangle(part)
             if is_condition or changes_mask:
-                yield [source.replace(node, source.text[start:end])]
-    for call in _triangles(source, scope):
+                bare = is_condition and not tight
+                yield [Edit.replace(node, code_of(part) if bare else grouped_code(part))]
+    for call in _triangles(scope):
         base = call.func.value if isinstance(call.func, ast.Attribute) else None
         inner = base if _triangle(base) else next(iter(call.args), None)
         if inner is not None and _triangle(inner):
-            yield [source.replace(call, source.code(inner))]
+            yield [Edit.replace(call, code_of(inner))]
 
 
-def _applications(source: Source, scope: ast.AST) -> Iterator[Edits]:
+def _applications(scope: ast.AST) -> Iterator[Edits]:
     """Use a mask the other way round, and without a step that leaves something out."""
-    for call in source.nodes(ast.Call, scope):
+    for call in find(ast.Call, scope):
         name = called(call).rstrip("_")
         mask = argument(call, 0, "mask") if name == "masked_fill" else None
         mask = argument(call, 0, "condition") if name == "where" else mask
@@ -447,38 +451,38 @@ def _applications(source: Source, scope: ast.AST) -> Iterator[Edits]:
             case None | ast.Constant(None):
                 continue
             case ast.UnaryOp(ast.Invert(), operand):
-                yield [source.replace(mask, source.code(operand))]
+                yield [Edit.replace(mask, code_of(operand))]
             case ast.Compare(_, [ast.Eq() | ast.NotEq(), *_], [value, *_]):
                 if constant(value) in (0, 1):
-                    yield [source.replace(value, "0" if constant(value) else "1")]
-                yield from _comparisons(source, mask)
+                    yield [Edit.replace(value, "0" if constant(value) else "1")]
+                yield from _comparisons(mask)
             case _:
-                yield [source.replace(mask, f"~{source.operand(mask)}")]
+                yield [Edit.replace(mask, f"~{operand_code(mask)}")]
 
 
-def _shifts(source: Source, scope: ast.AST) -> Iterator[Edits]:
+def _shifts(scope: ast.AST) -> Iterator[Edits]:
     """Slice a mask without an offset of one."""
-    for node in source.nodes(ast.Subscript, scope):
-        name = source.code(node.value)
+    for node in find(ast.Subscript, scope):
+        name = code_of(node.value)
         if not MASK.search(name):
             continue
         shifted: Edits = []
-        for part in source.nodes(ast.Slice, node.slice):
+        for part in find(ast.Slice, node.slice):
             if part.lower is not None and is_integer(part.lower) and part.upper is not None:
-                shifted.append(source.replace(part.lower, ""))
+                shifted.append(Edit.replace(part.lower, ""))
             if isinstance(part.upper, ast.BinOp) and is_integer(part.upper.right):
-                shifted.append(source.replace(part.upper, source.code(part.upper.left)))
+                shifted.append(Edit.replace(part.upper, code_of(part.upper.left)))
         if shifted:
             yield shifted
-        for binary in source.nodes(ast.BinOp, node.slice):
+        for binary in find(ast.BinOp, node.slice):
             if is_integer(binary.right):
-                yield [source.replace(binary, source.code(binary.left))]
+                yield [Edit.replace(binary, code_of(binary.left))]
 
 
-def _changes_of_mask(source: Source, scope: ast.AST) -> Iterator[Edits]:
+def _changes_of_mask(scope: ast.AST) -> Iterator[Edits]:
     """Leave out what changes a mask after it was created, and what transposes it."""
     items: Edits = []
-    for node in source.nodes(ast.stmt, scope):
+    for node in find(ast.stmt, scope):
         for target in targets(node):
             base = target.value if isinstance(target, ast.Subscript) else target
             if not isinstance(base, ast.Name) or not MASK.search(base.id):
@@ -486,32 +490,31 @@ def _changes_of_mask(source: Source, scope: ast.AST) -> Iterator[Edits]:
             value = getattr(node, "value", None)
             own = base.id in variables(value or node)
             if isinstance(target, ast.Subscript):
-                items.append(source.remove(node))
+                items.append(Edit.remove(node))
             elif isinstance(node, ast.AugAssign) or own:
-                yield [source.remove(node)]
+                yield [Edit.remove(node)]
     if items:
         yield items
-    for inner in source.nodes(ast.expr, scope):
+    for inner in find(ast.expr, scope):
         turned = inner.func if isinstance(inner, ast.Call) else inner
-        if isinstance(turned, ast.Attribute) and _near_mask(source, inner):
+        if isinstance(turned, ast.Attribute) and _near_mask(inner):
             if turned.attr in (("transpose", "flip", "t") if inner is not turned else ("T", "mT")):
-                yield [source.replace(inner, source.code(turned.value))]
+                yield [Edit.replace(inner, code_of(turned.value))]
 
 
-def _other_triangles(source: Source, scope: ast.AST) -> Iterator[Edits]:
+def _other_triangles(scope: ast.AST) -> Iterator[Edits]:
     """Exchange the lower and the upper triangle."""
-    for call in _triangles(source, scope):
-        end, name = source.span(call.func)[1], called(call)
+    for call in _triangles(scope):
+        name = called(call)
         other = name.replace("tril", "triu") if "tril" in name else name.replace("triu", "tril")
-        renamed = Edit(source.file, end - len(name), end, other)
+        renamed = Edit.rename(call.func, other)
         diagonal = _diagonal(call)
         if diagonal is not None and not is_integer(diagonal):
             continue
         if diagonal is None:
-            close, comma = source.span(call)[1] - 1, ", " if call.args else ""
-            above = Edit(source.file, close, close, f"{comma}diagonal=1")
+            above = Edit.last_argument(call, f"{', ' if call.args else ''}diagonal=1")
             yield [renamed] if "tril" in other else [renamed, above]
         elif "tril" in other:
-            yield [renamed, source.remove_argument(call, diagonal)]
+            yield [renamed, Edit.remove_argument(call, diagonal)]
         else:
-            yield [renamed, source.replace(diagonal, "1")]
+            yield [renamed, Edit.replace(diagonal, "1")]

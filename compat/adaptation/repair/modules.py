@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from typing import Literal
 
-from compat.adaptation.repair.fixes import Edits, Site, fixes
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import Site, fixes
 from compat.adaptation.repair.formulas import only
-from compat.adaptation.repair.source import Source
+from compat.adaptation.repair.source import ancestors, code_of, enclosing, find, source_of
 from compat.adaptation.repair.syntax import (
     called,
     constant,
@@ -39,27 +41,26 @@ USUAL_OPTIONS = ("gelu", "learned", "layernorm")
 def module_list(site: Site) -> Iterator[Edits]:
     """Change `self.blocks = [...]` to `self.blocks = nn.ModuleList([...])`."""
     name = str(site.finding.values["name"])
-    for node in site.source.nodes(ast.Assign):
+    for node in find(ast.Assign, site.tree):
         stored = any(isinstance(t, ast.Attribute) and t.attr == name for t in node.targets)
         if stored and node.lineno <= site.line <= (node.end_lineno or 0):
             kind = "ModuleDict" if site.finding.values["kind"] == "dict" else "ModuleList"
             module, inner = site.torch(f"torch.nn.{kind}"), node.value
             if isinstance(inner, ast.Call) and called(inner) in ("list", "tuple"):
                 inner = inner.args[0]
-            yield [site.source.replace(node.value, f"{module}({site.source.code(inner)})")]
+            yield [Edit.replace(node.value, f"{module}({code_of(inner)})")]
 
 
 @fixes("batch_first")
 def batch_first(site: Site) -> Iterator[Edits]:
     """Pass `batch_first=True` to the torch module, and read the length off the axis of tokens."""
-    source = site.source
     for call in site.calls:
         if called(call) in BATCH_FIRST:
-            passed = source.set_keyword(call, "batch_first", "True")
+            passed = Edit.set_keyword(call, "batch_first", "True")
             yield [passed]
             lengths = [
-                source.replace(number, "1")
-                for node in source.nodes(ast.expr, site.cls)
+                Edit.replace(number, "1")
+                for node in find(ast.expr, site.cls or site.tree)
                 if is_size(node) and (number := _axis(node)) and constant(number) == 0
             ]
             if lengths:
@@ -76,29 +77,28 @@ def _axis(size: ast.expr) -> ast.expr | None:
 @fixes("shared_parameters")
 def separate_blocks(site: Site) -> Iterator[Edits]:
     """Change `[block(dim)] * n`, which repeats a module, to `[block(dim) for _ in range(n)]`."""
-    for source, node in site.every(ast.BinOp):
+    for node in site.every(ast.BinOp):
         for pair in sides(node) if isinstance(node.op, ast.Mult) else ():
             match pair:
                 case ast.List([ast.Call() as built]), count:
-                    loop = f"for _ in range({source.code(count)})"
-                    yield [source.replace_group(node, f"[{source.code(built)} {loop}]")]
+                    loop = f"for _ in range({code_of(count)})"
+                    yield [Edit.replace_group(node, f"[{code_of(built)} {loop}]")]
 
 
 @fixes("low_precision")
 def full_precision(site: Site) -> Iterator[Edits]:
     """Turn autocast off around the line, or remove the cast to half precision."""
-    source = site.source
-    for above in source.ancestors(site.statement):
+    for above in ancestors(site.statement):
         for item in above.items if isinstance(above, ast.With) else ():
             call = item.context_expr
             if isinstance(call, ast.Call) and called(call) == "autocast":
-                yield [source.set_keyword(call, "enabled", "False")]
+                yield [Edit.set_keyword(call, "enabled", "False")]
     for call in site.calls:
         half = {name_of(a) for a in [*call.args, *(k.value for k in call.keywords)]}
         if isinstance(call.func, ast.Attribute) and (
             called(call) in ("half", "bfloat16") or half & {"float16", "bfloat16", "half"}
         ):
-            yield source.unwrap(call, call.func.value)
+            yield Edit.unwrap(call, call.func.value)
 
 
 @fixes("cross_attention")
@@ -106,29 +106,29 @@ def encoder_of_torch(site: Site) -> Iterator[Edits]:
     """Build torch's encoder in place of its decoder, which is the same without cross-attention."""
     edits: Edits = []
     for source in site.sources.values():
-        built = [c for c in source.nodes(ast.Call) if called(c).startswith(DECODER)]
+        built = [c for c in find(ast.Call, source.tree) if called(c).startswith(DECODER)]
         for call in built:
-            encoder = source.code(call.func).replace(DECODER, "TransformerEncoder")
-            edits.append(source.replace(call.func, encoder))
+            encoder = code_of(call.func).replace(DECODER, "TransformerEncoder")
+            edits.append(Edit.replace(call.func, encoder))
             if called(call) == DECODER:  # without a warning for layers with norm_first
-                edits.append(source.set_keyword(call, "enable_nested_tensor", "False"))
-        layers = {name for call in built for name in _names_of(source, call)}
-        stacks = {name for c in built if called(c) == DECODER for name in _names_of(source, c)}
-        for call in source.nodes(ast.Call):
+                edits.append(Edit.set_keyword(call, "enable_nested_tensor", "False"))
+        layers = {name for call in built for name in _names_of(call)}
+        stacks = {name for c in built if called(c) == DECODER for name in _names_of(c)}
+        for call in find(ast.Call, source.tree):
             name = own_attribute(call.func)
             if name in layers or any(k.arg in ("tgt_mask", "memory") for k in call.keywords):
-                edits.append(source.replace(call, _encoder_call(source, call, name not in stacks)))
+                edits.append(Edit.replace(call, _encoder_call(call, name not in stacks)))
     if edits:
         yield edits
 
 
-def _names_of(source: Source, built: ast.Call) -> set[str]:
+def _names_of(built: ast.Call) -> set[str]:
     """Return the attributes of `self` that a call's value is stored in."""
-    statement = source.parent(built, ast.Assign)
+    statement = enclosing(built, ast.Assign)
     return {target.attr for target in statement.targets if is_self(target)} if statement else set()
 
 
-def _encoder_call(source: Source, call: ast.Call, is_layer: bool) -> str:
+def _encoder_call(call: ast.Call, is_layer: bool) -> str:
     """Return a call of torch's decoder, or of one of its layers, as one of the encoder."""
     mask = "src_mask" if is_layer else "mask"
     order = ("src", "memory", mask, "memory_mask", "src_key_padding_mask")
@@ -137,10 +137,10 @@ def _encoder_call(source: Source, call: ast.Call, is_layer: bool) -> str:
     arguments = [(order[i], argument) for i, argument in enumerate(call.args[: len(order)])]
     arguments += [(names.get(k.arg, k.arg), k.value) for k in call.keywords if k.arg]
     texts = [
-        source.code(value) if name == "src" else f"{name}={source.code(value)}"
+        code_of(value) if name == "src" else f"{name}={code_of(value)}"
         for name, value in arguments if not name.startswith("memory")
     ]  # fmt: skip
-    return f"{source.code(call.func)}({', '.join(texts)})"
+    return f"{code_of(call.func)}({', '.join(texts)})"
 
 
 @fixes("extra_projection")
@@ -148,10 +148,10 @@ def without_projection(site: Site) -> Iterator[Edits]:
     """Remove the statement, or replace the call by its argument."""
     statement = site.statement
     if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
-        yield [site.source.remove(statement)]
+        yield [Edit.remove(statement)]
     for call in site.calls:
         if len(call.args) == 1:
-            yield [site.source.replace(call, site.source.code(call.args[0]))]
+            yield [Edit.replace(call, code_of(call.args[0]))]
 
 
 @fixes("random_in_forward")
@@ -159,38 +159,37 @@ def without_new_module(site: Site) -> Iterator[Edits]:
     """Remove a module that `forward` creates: `nn.Linear(C, C)(x)` becomes `x`."""
     for call in site.calls:
         if isinstance(call.func, ast.Call) and len(call.args) == 1:
-            yield [site.source.replace(call, site.source.code(call.args[0]))]
+            yield [Edit.replace(call, code_of(call.args[0]))]
 
 
 @fixes("random_in_forward")
 def without_noise(site: Site) -> Iterator[Edits]:
     """Remove random numbers that are added, or put zeros in their place."""
-    source = site.source
     for call in site.calls:
         if called(call) not in RANDOM:
             continue
-        for node in source.ancestors(call):
+        for node in ancestors(call):
             if is_sum(node):
                 kept = node.left if call in set(ast.walk(node.right)) else node.right
-                yield only(source, node, kept)
+                yield only(node, kept)
         if isinstance(site.statement, ast.AugAssign):
-            yield [source.remove(site.statement)]
+            yield [Edit.remove(site.statement)]
         name = "zeros_like" if called(call).endswith("_like") else "zeros"
-        yield [source.replace(call.func, site.torch(f"torch.{name}"))]
+        yield [Edit.replace(call.func, site.torch(f"torch.{name}"))]
 
 
 @fixes("no_mlp", "shared_parameters")
 def unused_module(site: Site) -> Iterator[Edits]:
     """Call a module that the class builds and never calls where another one is called again."""
-    source, cls = site.source, site.cls
+    cls = site.cls
     if cls is None:
         return
-    own = [node for node in source.nodes(ast.Attribute, cls) if is_self(node)]
+    own = [node for node in find(ast.Attribute, cls) if is_self(node)]
     reads = [node for node in own if isinstance(node.ctx, ast.Load)]
     read = [node.attr for node in reads]
     built = [
         target.attr
-        for statement in source.nodes(ast.Assign, cls)
+        for statement in find(ast.Assign, cls)
         for target in statement.targets
         if isinstance(target, ast.Attribute) and isinstance(statement.value, ast.Call)
     ]
@@ -198,34 +197,34 @@ def unused_module(site: Site) -> Iterator[Edits]:
         if name not in read:
             for node in reversed(reads):
                 if read.count(node.attr) > 1 and node.attr in built:
-                    yield [source.replace(node, f"self.{name}")]
+                    yield [Edit.replace(node, f"self.{name}")]
 
 
 @fixes("time_shift")
 def without_shift(site: Site) -> Iterator[Edits]:
     """Remove the assignment that shifts, or replace the call by the tensor that it shifts."""
-    statement, source = site.statement, site.source
+    statement = site.statement
     if isinstance(statement, ast.Assign):
-        yield [source.remove(statement)]
+        yield [Edit.remove(statement)]
     for call in site.calls:
         if called(call) in ("roll", "pad") and (tensor := operand(site, call)) is not None:
-            yield [source.replace(call, source.code(tensor))]
+            yield [Edit.replace(call, code_of(tensor))]
 
 
 @fixes("qk_norm")
 def without_normalization(site: Site) -> Iterator[Edits]:
     """Remove the statements that normalize q and k, or replace the calls by their arguments."""
-    source, within = site.source, site.function or site.statement
+    within = site.function or site.statement
     removed = [
-        source.remove(node)
-        for node in source.nodes(ast.Assign, within)
+        Edit.remove(node)
+        for node in find(ast.Assign, within)
         if _normalizes(node.value) or (node is site.statement and _updates(node))
     ]
     if removed:
         yield removed
     yield [
-        source.replace(call, source.code(call.args[0]))
-        for call in source.nodes(ast.Call, within)
+        Edit.replace(call, code_of(call.args[0]))
+        for call in find(ast.Call, within)
         if call.args and NORM.search(called(call).lower())
     ]
 
@@ -250,23 +249,23 @@ def _items(value: ast.expr) -> list[ast.expr]:
 @fixes("gated_mlp", "rope", "no_pos", "rmsnorm")
 def other_option(site: Site) -> Iterator[Edits]:
     """Choose another option where the code compares a setting with strings or tests a flag."""
-    options: dict[str, list[object]] = {}
-    for _, test in site.every(ast.Compare):
+    options: dict[str, list[str | Literal[False]]] = {}
+    for test in site.every(ast.Compare):
         sides = [test.left, *test.comparators]
         values = [constant(each) for side in sides for each in getattr(side, "elts", [side])]
         strings = [each for each in values if isinstance(each, str)]
         for name in map(last_name, sides) if strings else ():
             options.setdefault(name, []).extend([*strings, *USUAL_OPTIONS])
-    tests = [each.test for _, each in site.every(ast.If)]
-    tests += [each.test for _, each in site.every(ast.IfExp)]
+    tests = [each.test for each in site.every(ast.If)]
+    tests += [each.test for each in site.every(ast.IfExp)]
     for name in map(last_name, tests):
         options.setdefault(name, []).append(False)
     for name, others in options.items():
         written = [*settings(site, name)]
         for other in dict.fromkeys(others) if written else ():
             edits = [
-                source.replace(node, str(other) if other is False else source.quoted(str(other)))
-                for source, node in written
+                Edit.replace(node, "False" if other is False else source_of(node).quoted(other))
+                for node in written
                 if type(value := constant(node)) is type(other) and value != other
                 and OTHER_OPTION.search(f"{name if other is False else value}".lower())
             ]  # fmt: skip

@@ -6,8 +6,17 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from compat.adaptation.repair.fixes import Edits, Site, fixes
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import Site, fixes
+from compat.adaptation.repair.source import (
+    ancestors,
+    code_around,
+    code_of,
+    enclosing,
+    find,
+    find_calls,
+    operand_code,
+)
 from compat.adaptation.repair.syntax import (
     argument,
     assignments,
@@ -19,7 +28,6 @@ from compat.adaptation.repair.syntax import (
 )
 from compat.adaptation.repair.tensors import is_method, operand, operands
 from compat.adaptation.repair.values import (
-    Written,
     attempts,
     calls_of,
     classes,
@@ -41,12 +49,12 @@ MAX_EPS = 0.1
 def over_channels(site: Site) -> Iterator[Edits]:
     """Reduce the last axis."""
     edits = []
-    for source, call in calls_of(site, *SPREADS, "mean", "sum"):
+    for call in calls_of(site, *SPREADS, "mean", "sum"):
         axes = [k.value for k in call.keywords if k.arg in ("dim", "axis")]
         for axis in axes or call.args:
             value = constant(axis)
             if type(value) is int and value != -1:
-                edits.append(source.replace(axis, "-1"))
+                edits.append(Edit.replace(axis, "-1"))
     yield from attempts(site, edits)
 
 
@@ -56,25 +64,25 @@ def over_channels(site: Site) -> Iterator[Edits]:
 @fixes("unbiased_var")
 def biased_variance(site: Site) -> Iterator[Edits]:
     """Let `var` and `std` divide by C."""
-    yield from attempts(site, [_biased(*each) for each in calls_of(site, *SPREADS)])
+    yield from attempts(site, [_biased(call) for call in calls_of(site, *SPREADS)])
 
 
-def _biased(source: Source, call: ast.Call) -> Edit:
+def _biased(call: ast.Call) -> Edit:
     for keyword in call.keywords:
         if keyword.arg in ("unbiased", "correction"):
-            return source.replace(keyword.value, "0" if keyword.arg == "correction" else "False")
+            return Edit.replace(keyword.value, "0" if keyword.arg == "correction" else "False")
     for flag in call.args:
         if isinstance(constant(flag), bool):
-            return source.replace(flag, "False")
-    return source.set_keyword(call, "unbiased", "False")
+            return Edit.replace(flag, "False")
+    return Edit.set_keyword(call, "unbiased", "False")
 
 
 @fixes("unbiased_var")
 def divide_by_width(site: Site) -> Iterator[Edits]:
     """Remove the `- 1` of a divisor."""
     edits = [
-        source.replace_group(node, source.code(node.left))
-        for source, node in site.every(ast.BinOp)
+        Edit.replace_group(node, code_of(node.left))
+        for node in site.every(ast.BinOp)
         if isinstance(node.op, ast.Sub) and constant(node.right) == 1
     ]  # fmt: skip
     yield from attempts(site, edits)
@@ -94,22 +102,21 @@ def eps_literal(site: Site) -> Iterator[Edits]:
     expected = numeral(site.finding.values["expected"])
     found = list(_eps_expressions(site))
     written = [place for eps in found for place in _literals(site, eps)]
-    edits = [source.replace(node, expected) for source, node in written or found]
+    edits = [Edit.replace(node, expected) for node in written or found]
     yield from attempts(site, edits)
 
 
-def _eps_expressions(site: Site) -> Iterator[Written]:
+def _eps_expressions(site: Site) -> Iterator[ast.expr]:
     """Yield the arguments and terms that are an eps: those of the finding's function first."""
     for source in site.ordered:
-        for call in source.nodes(ast.Call):
+        for call in find(ast.Call, source.tree):
             for keyword in call.keywords:
                 if keyword.arg and "eps" in keyword.arg:
-                    yield Written(source, keyword.value)
+                    yield keyword.value
             place = EPS_PLACES.get(called(call))
             if place is not None and len(call.args) > place:
-                yield Written(source, call.args[place])
-    for term in _terms(site):
-        yield Written(site.source, term.eps)
+                yield call.args[place]
+    yield from (term.eps for term in _terms(site))
 
 
 @fixes("eps_value")
@@ -118,12 +125,12 @@ def eps_argument(site: Site) -> Iterator[Edits]:
     if not _is_close(LAYER_NORM_EPS, site.finding.values["found"]):
         return
     expected, edits = numeral(site.finding.values["expected"]), []
-    for source, call in site.every(ast.Call):
+    for call in site.every(ast.Call):
         name = called(call)
         keyword = EPS_KEYWORDS.get(name, "eps")
         takes_eps = name in EPS_PLACES or name in EPS_KEYWORDS
         if takes_eps and argument(call, EPS_PLACES.get(name, 99), keyword) is None:
-            edits.append(source.set_keyword(call, keyword, expected))
+            edits.append(Edit.set_keyword(call, keyword, expected))
     yield from attempts(site, edits)
 
 
@@ -133,12 +140,12 @@ def eps_in_root(site: Site) -> Iterator[Edits]:
     if site.finding.values["found"] or site.function is None:
         return
     expected = numeral(site.finding.values["expected"])
-    for node in site.source.nodes(ast.expr, site.function):
+    for node in find(ast.expr, site.function):
         inner = _variance(site, node)
         if inner is not None:
-            yield [plus(site.source, inner, expected)]
+            yield [plus(inner, expected)]
         elif _is_std(node) and (text := _root_of(site, node, expected)) is not None:
-            yield [site.source.replace(node, text)]
+            yield [Edit.replace(node, text)]
 
 
 @fixes("eps_value")
@@ -147,8 +154,8 @@ def any_literal(site: Site) -> Iterator[Edits]:
     found, expected = site.finding.values["found"], site.finding.values["expected"]
     if 0 < found <= MAX_EPS:
         edits = [
-            source.replace(node, numeral(expected))
-            for source, node in site.every(ast.Constant)
+            Edit.replace(node, numeral(expected))
+            for node in site.every(ast.Constant)
             if _is_close(node.value, found)
         ]  # fmt: skip
         yield from attempts(site, edits)
@@ -164,10 +171,9 @@ class Term(NamedTuple):
 
 def _terms(site: Site) -> Iterator[Term]:
     """Yield the sums with eps of the finding's class or file, those of its line first."""
-    source = site.source
-    nodes = source.nodes(ast.AST, site.function or source.tree)
+    nodes = find(ast.AST, site.region)
     if site.cls is not None:
-        nodes += source.nodes(ast.AST, site.cls)
+        nodes += find(ast.AST, site.cls)
     nodes = list(dict.fromkeys(nodes))
     for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0) != site.line):
         match node:
@@ -184,7 +190,7 @@ def _terms(site: Site) -> Iterator[Term]:
 
 def _is_eps(site: Site, node: ast.expr) -> bool:
     """Return whether an expression is a small number, or named like one."""
-    values = [constant(place.node) for place in origins(site, site.source, node)]
+    values = [constant(literal) for literal in origins(site, node)]
     return "eps" in name_of(node) or any(isinstance(v, float) and 0 < v <= MAX_EPS for v in values)
 
 
@@ -193,36 +199,34 @@ def eps_inside(site: Site) -> Iterator[Edits]:
     """Move eps from the root into it; also with the checkpoint's eps."""
     found, expected = site.finding.values["found"], site.finding.values["expected"]
     for term in _terms(site):
-        yield from _moved(site, term, site.source.code(term.eps))
+        yield from _moved(site, term, code_of(term.eps))
         if not _is_close(found, expected):
-            written = _literals(site, Written(site.source, term.eps))
-            other = [place for place in written if place.node is not term.eps]
-            eps = site.source.code(term.eps) if other == written else numeral(expected)
-            changed = [source.replace(node, numeral(expected)) for source, node in other]
+            written = _literals(site, term.eps)
+            other = [literal for literal in written if literal is not term.eps]
+            eps = code_of(term.eps) if other == written else numeral(expected)
+            changed = [Edit.replace(node, numeral(expected)) for node in other]
             yield from ([*edits, *changed] for edits in _moved(site, term, eps))
 
 
-def _literals(site: Site, eps: Written) -> list[Written]:
+def _literals(site: Site, eps: ast.expr) -> list[ast.expr]:
     """Return the literals that an eps gets the value of the finding from."""
     found = site.finding.values["found"]
-    return [place for place in origins(site, *eps) if _is_close(constant(place.node), found)]
+    return [literal for literal in origins(site, eps) if _is_close(constant(literal), found)]
 
 
 def _moved(site: Site, term: Term, eps: str) -> Iterator[Edits]:
     """Yield edits that move eps into the root: where it is computed, or else a new root."""
-    source, whole, base = site.source, term.whole, site.source.code(term.base)
-    without = (
-        source.remove(whole) if isinstance(whole, ast.stmt) else source.replace_group(whole, base)
-    )
+    whole, base = term.whole, code_of(term.base)
+    without = Edit.remove(whole) if isinstance(whole, ast.stmt) else Edit.replace_group(whole, base)
     if isinstance(whole, ast.expr) and (text := _root_of(site, term.base, eps)) is not None:
-        yield [source.replace_group(whole, text)]
+        yield [Edit.replace_group(whole, text)]
     else:
-        for value in assignments(site.function or source.tree, base):
+        for value in assignments(site.region, base):
             if (text := _root_of(site, value, eps)) is not None:
-                yield [source.replace(value, text), without]
+                yield [Edit.replace(value, text), without]
     if isinstance(whole, ast.expr):
-        root = f"{site.torch('torch.sqrt')}({source.operand(term.base)}**2 + {eps})"
-        yield [source.replace_group(whole, root)]
+        root = f"{site.torch('torch.sqrt')}({operand_code(term.base)}**2 + {eps})"
+        yield [Edit.replace_group(whole, root)]
 
 
 def _variance(site: Site, node: ast.expr) -> ast.expr | None:
@@ -245,13 +249,12 @@ def _is_std(node: ast.expr) -> bool:
 
 def _root_of(site: Site, node: ast.expr, eps: str) -> str | None:
     """Return the code of a root, or of a standard deviation, with eps under the root."""
-    source = site.source
     if isinstance(node, ast.Call) and _is_std(node):
-        _, arguments = source.around(node, node.func)
-        var = f"{source.code(node.func).removesuffix('std')}var{arguments}"
+        _, arguments = code_around(node, node.func)
+        var = f"{code_of(node.func).removesuffix('std')}var{arguments}"
         return f"{site.torch('torch.sqrt')}({var} + {eps})"
     inner = _variance(site, node)
-    return None if inner is None else plus(source, inner, eps).text.join(source.around(node, inner))
+    return None if inner is None else plus(inner, eps).text.join(code_around(node, inner))
 
 
 # RMSNorm
@@ -266,20 +269,15 @@ def layer_norm_of_torch(site: Site) -> Iterator[Edits]:
         if any(classes(site, name)) or functions(site, name):
             continue
         imports += [
-            source.replace(alias, new)
-            for source, statement in site.every(ast.ImportFrom)
+            Edit.replace(alias, new)
+            for statement in site.every(ast.ImportFrom)
             for alias in statement.names
             if alias.name == name and new not in [other.name for other in statement.names]
         ]  # fmt: skip
-        for source, call in calls_of(site, name):
-            if isinstance(call.func, ast.Attribute):
-                end = source.span(call.func)[1]
-                edits.append(Edit(source.file, end - len(name), end, new))
-            else:
-                edits.append(source.replace(call.func, new))
+        for call in calls_of(site, name):
+            edits.append(Edit.rename(call.func, new))
             if name == "rms_norm" and len(call.args) > 3:  # where layer_norm has its bias
-                start = source.span(call.args[3])[0]
-                edits.append(Edit(source.file, start, start, "eps="))
+                edits.append(Edit.prefix(call.args[3], "eps="))
     if imports:
         yield [*imports, *edits]
     else:
@@ -295,15 +293,14 @@ def module_of_torch_for_rms(site: Site) -> Iterator[Edits]:
 @fixes("rmsnorm")
 def subtract_mean(site: Site) -> Iterator[Edits]:
     """Subtract the mean before the mean square is computed."""
-    source = site.source
-    called_here = [cls for call in site.calls for _, cls in classes(site, called(call))]
+    called_here = [cls for call in site.calls for cls in classes(site, called(call))]
     scopes = [*site.scopes, *called_here]
-    for node in [node for scope in scopes for node in source.nodes(ast.expr, scope)]:
+    for node in [node for scope in scopes for node in find(ast.expr, scope)]:
         squared = _squared(site, node)
-        statement = source.parent(node, ast.stmt)
+        statement = enclosing(node, ast.stmt)
         if squared is not None and statement is not None:
-            x = source.code(squared)
-            yield [source.insert_before(statement, f"{x} = {x} - {_mean_like(site, node, x)}")]
+            x = code_of(squared)
+            yield [Edit.insert_before(statement, f"{x} = {x} - {_mean_like(site, node, x)}")]
 
 
 def _squared(site: Site, node: ast.expr) -> ast.Name | None:
@@ -328,16 +325,15 @@ def _squared(site: Site, node: ast.expr) -> ast.Name | None:
 
 def _mean_like(site: Site, square: ast.expr, x: str) -> str:
     """Return the mean of x, written like the mean of its square."""
-    source = site.source
-    for above in source.ancestors(square):
+    for above in ancestors(square):
         if isinstance(above, ast.stmt):
             break
         if isinstance(above, ast.Call) and called(above) == "mean":
             _, *rest = operands(site, above)
-            others = ", ".join(source.code(each) for each in [*rest, *above.keywords])
+            others = ", ".join(code_of(each) for each in [*rest, *above.keywords])
             if is_method(site, above):
                 return f"{x}.mean({others})"
-            return f"{source.code(above.func)}({x}, {others})"
+            return f"{code_of(above.func)}({x}, {others})"
     return f"{x}.mean(-1, keepdim=True)"
 
 
@@ -351,27 +347,27 @@ def _module_of_torch(site: Site, *, named_rms: bool) -> Iterator[Edits]:
     eps, module = site.config.layer_norm_epsilon, site.torch("torch.nn.LayerNorm")
     keyword = "" if _is_close(LAYER_NORM_EPS, eps) else f", eps={numeral(eps)}"
     names = [] if site.cls is None else [site.cls.name]
-    names += [called(call) for _, call in constructions(site)]
+    names += [called(call) for call in constructions(site)]
     for name in dict.fromkeys(names):
         if named_rms and "rms" not in name.lower():
             continue
         edits = [
-            source.replace(call, f"{module}({width}{keyword})")
-            for own, cls in classes(site, name)
-            for source, call in calls_of(site, name)
-            if (width := _width(own, cls, source, call)) is not None
+            Edit.replace(call, f"{module}({width}{keyword})")
+            for cls in classes(site, name)
+            for call in calls_of(site, name)
+            if (width := _width(cls, call)) is not None
         ]
         if edits:
             yield edits
 
 
-def _width(own: Source, cls: ast.ClassDef, source: Source, call: ast.Call) -> str | None:
+def _width(cls: ast.ClassDef, call: ast.Call) -> str | None:
     """Return the width of a norm that a call builds: what its class creates a parameter of."""
     function = constructor(cls)
     if function is None:
         return None
     names = [each.arg for each in function.args.args[1:]]
-    for created in own.calls("ones", "zeros", "empty", "full", "tensor", within=function):
+    for created in find_calls("ones", "zeros", "empty", "full", "tensor", within=function):
         if not created.args:
             continue
         shape = created.args[0]
@@ -383,5 +379,5 @@ def _width(own: Source, cls: ast.ClassDef, source: Source, call: ast.Call) -> st
         if name in names:
             passed = argument(call, names.index(name), name)
             if passed is not None and isinstance(shape, (ast.Name, ast.Attribute, ast.Subscript)):
-                return source.code(passed) + own.code(shape).removeprefix(name)
+                return code_of(passed) + code_of(shape).removeprefix(name)
     return None

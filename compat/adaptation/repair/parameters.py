@@ -6,8 +6,22 @@ import ast
 import re
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import Edits, Site, fixes
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import Site, fixes
+from compat.adaptation.repair.source import (
+    Source,
+    code_of,
+    enclosing,
+    find,
+    find_calls,
+    grouped_code,
+    grouped_span,
+    indent_of,
+    operand_code,
+    parent_of,
+    source_of,
+    span,
+)
 from compat.adaptation.repair.syntax import (
     argument,
     assigned,
@@ -26,12 +40,12 @@ from compat.adaptation.repair.syntax import (
     variables,
 )
 from compat.adaptation.repair.values import (
-    Written,
     attempts,
     calls_of,
     chain,
     classes,
     constructions,
+    functions,
     hyperparameters,
     hyperparameters_at,
     origins,
@@ -61,12 +75,12 @@ PAIRS = (
 def bias_flag(site: Site) -> Iterator[Edits]:
     """Turn on the flag with which the module creates the parameter."""
     every = [
-        (source, call) for source, call in site.every(ast.Call)
+        call for call in site.every(ast.Call)
         if not _is_head(call) and (site.finding.code not in NORMS or _is_norm(call))
     ]  # fmt: skip
-    own = [each for each in every if each[0].parent(each[1], ast.ClassDef) is site.cls]
+    own = [call for call in every if enclosing(call, ast.ClassDef) is site.cls]
     for calls in (constructions(site), own, every):
-        yield from attempts(site, [_turned_on(site, place) for place in _flags(site, calls)])
+        yield from attempts(site, [_turned_on(site, flag) for flag in _flags(site, calls)])
 
 
 def _is_head(call: ast.Call) -> bool:
@@ -81,25 +95,26 @@ def _is_norm(call: ast.Call) -> bool:
     return "norm" in name or "ln" in name or name in ("partial", "dict")
 
 
-def _flags(site: Site, calls: list[tuple[Source, ast.Call]]) -> list[Written]:
+def _flags(site: Site, calls: list[ast.Call]) -> list[ast.expr]:
     """Return the literals False that reach a flag of one of the calls."""
-    flags: list[Written] = []
-    for source, call in calls:
-        flags += [Written(source, each) for each in _flag_arguments(site, source, call)]
-        for own, cls in classes(site, called(call)):
-            flags += [Written(own, each.test) for each in own.nodes(ast.IfExp, cls)]
-            flags += [Written(own, each.test) for each in own.nodes(ast.If, cls)]
-            for inner in own.nodes(ast.Call, cls):
-                flags += [Written(own, each) for each in _flag_arguments(site, own, inner)]
-    found = [place for flag in flags for place in origins(site, flag.source, flag.node)]
-    return [place for place in dict.fromkeys(found) if constant(place.node) is False]
+    flags: list[ast.expr] = []
+    for call in calls:
+        flags += _flag_arguments(site, call)
+        for cls in classes(site, called(call)):
+            flags += [each.test for each in find(ast.IfExp, cls)]
+            flags += [each.test for each in find(ast.If, cls)]
+            for inner in find(ast.Call, cls):
+                flags += _flag_arguments(site, inner)
+    found = [literal for flag in flags for literal in origins(site, flag)]
+    return [literal for literal in dict.fromkeys(found) if constant(literal) is False]
 
 
-def _flag_arguments(site: Site, source: Source, call: ast.Call) -> Iterator[ast.expr]:
+def _flag_arguments(site: Site, call: ast.Call) -> Iterator[ast.expr]:
     """Yield the arguments of a call that say whether a parameter is created."""
+    tree = source_of(call).tree
     for keyword in call.keywords:
         if keyword.arg is None and isinstance(keyword.value, ast.Name):  # **options
-            for value in assignments(source.tree, keyword.value.id):
+            for value in assignments(tree, keyword.value.id):
                 yield from _flag_entries(value)
         elif keyword.arg is not None and FLAG.search(keyword.arg):
             yield keyword.value
@@ -109,7 +124,7 @@ def _flag_arguments(site: Site, source: Source, call: ast.Call) -> Iterator[ast.
     elif name in FLAG_PLACES and len(call.args) > FLAG_PLACES[name]:
         yield call.args[FLAG_PLACES[name]]
     if isinstance(call.func, ast.Name):  # a function made by partial
-        for value in assignments(source.tree, call.func.id):
+        for value in assignments(tree, call.func.id):
             yield from _flag_entries(value)
 
 
@@ -124,19 +139,18 @@ def _flag_entries(value: ast.expr) -> Iterator[ast.expr]:
                     yield each
 
 
-def _turned_on(site: Site, place: Written) -> Edit:
+def _turned_on(site: Site, node: ast.expr) -> Edit:
     """Return the flag as True, or without the argument if True is its default."""
-    source, node = place
-    keyword = source.parents[node]
-    call = source.parents[keyword] if isinstance(keyword, ast.keyword) else None
+    keyword = parent_of(node)
+    call = parent_of(keyword) if isinstance(keyword, ast.keyword) else None
     if isinstance(keyword, ast.keyword) and isinstance(call, ast.Call) and keyword.arg is not None:
         if called(call) not in ("partial", "dict") and _is_on_by_default(site, call, keyword.arg):
-            return source.remove_argument(call, keyword)
-    return source.replace(node, "True")
+            return Edit.remove_argument(call, keyword)
+    return Edit.replace(node, "True")
 
 
 def _is_on_by_default(site: Site, call: ast.Call, name: str) -> bool:
-    for _, cls in classes(site, called(call)):
+    for cls in classes(site, called(call)):
         function = constructor(cls)
         return function is not None and constant(default_of(function, name)) is True
     func = call.func
@@ -150,54 +164,54 @@ def _is_on_by_default(site: Site, call: ast.Call, name: str) -> bool:
 @fixes("no_ln_bias")
 def norm_bias(site: Site) -> Iterator[Edits]:
     """Create the bias of a hand-written norm and add it, or add one that is not used."""
-    for source, cls in _modules(site):
-        created_here = [name for _, name, _ in _created(source, cls)]
-        for unused in (name for name in created_here if not _used(source, cls, name)):
-            for used in (each for name in created_here for each in _used(source, cls, name)):
-                if is_sum(above := source.parents[used]) and used in (above.left, above.right):
-                    yield [source.replace(used, f"self.{unused}")]
-        for statement, name, created in _created(source, cls):
+    for cls in _modules(site):
+        created_here = [name for _, name, _ in _created(cls)]
+        for unused in (name for name in created_here if not _used(cls, name)):
+            for used in (each for name in created_here for each in _used(cls, name)):
+                if is_sum(above := parent_of(used)) and used in (above.left, above.right):
+                    yield [Edit.replace(used, f"self.{unused}")]
+        for statement, name, created in _created(cls):
             bias = _partner(name, 0)
-            edits = _declared(source, cls, statement, created, bias)
-            for used in _used(source, cls, name):
-                edit = _norm_bias_used(source, used, bias)
+            edits = _declared(cls, statement, created, bias)
+            for used in _used(cls, name):
+                edit = _norm_bias_used(used, bias)
                 if edit is not None:
                     yield [*edits, edit]
             yield edits
 
 
-def _modules(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
+def _modules(site: Site) -> Iterator[ast.ClassDef]:
     """Yield the classes of the modules that the finding's statement builds or calls, or its own."""
-    names = [called(call) for _, call in constructions(site)]
+    names = [called(call) for call in constructions(site)]
     found = [each for name in names for each in classes(site, name)]
     if site.cls is not None:
-        found.append((site.source, site.cls))
+        found.append(site.cls)
     yield from dict.fromkeys(found)
 
 
-def _created(source: Source, cls: ast.ClassDef) -> Iterator[tuple[ast.stmt, str, ast.expr]]:
+def _created(cls: ast.ClassDef) -> Iterator[tuple[ast.stmt, str, ast.expr]]:
     """Yield the statements that create parameters, with their names and values."""
-    for node in source.nodes(ast.Assign, cls):
+    for node in find(ast.Assign, cls):
         for target, value in assigned(node):
-            if is_self(target) and _is_parameter(source, value):
+            if is_self(target) and _is_parameter(value):
                 yield node, target.attr, value
-    for call in source.calls("register_parameter", within=cls):
-        statement = source.parent(call, ast.stmt)
+    for call in find_calls("register_parameter", within=cls):
+        statement = enclosing(call, ast.stmt)
         match call.args:
             case [name, ast.Call() as value] if statement is not None:
                 yield statement, str(constant(name)), value
 
 
-def _is_parameter(source: Source, value: ast.expr) -> bool:
+def _is_parameter(value: ast.expr) -> bool:
     """Return whether a value is a parameter, built here or by a function of the file."""
-    names = {called(call) for call in source.nodes(ast.Call, value)}
-    return "Parameter" in names or any(_builder(source, name) for name in names)
+    names = {called(call) for call in find(ast.Call, value)}
+    return "Parameter" in names or any(_builder(source_of(value), name) for name in names)
 
 
 def _builder(source: Source, name: str) -> bool:
     """Return whether a function of the file returns a new parameter."""
-    named = (each for each in source.nodes(ast.FunctionDef) if each.name == name)
-    values = [node.value for each in named for node in source.nodes(ast.Return, each)]
+    named = (each for each in find(ast.FunctionDef, source.tree) if each.name == name)
+    values = [node.value for each in named for node in find(ast.Return, each)]
     return any(isinstance(value, ast.Call) and called(value) == "Parameter" for value in values)
 
 
@@ -211,7 +225,6 @@ def _partner(name: str, wanted: int) -> str:
 
 
 def _declared(
-    source: Source,
     cls: ast.ClassDef,
     statement: ast.stmt,
     created: ast.expr,
@@ -219,101 +232,101 @@ def _declared(
     shape: str | None = None,
 ) -> Edits:
     """Create a bias like another parameter; what was registered under its name is replaced."""
-    new = f"self.{name} = {_parameter(source, created, 'zeros', shape)}"
-    for node in source.nodes(ast.stmt, cls):
+    new = f"self.{name} = {_parameter(created, 'zeros', shape)}"
+    for node in find(ast.stmt, cls):
         if any(is_self(target, name) for target, _ in assigned(node)):
-            return [source.replace(node, new)]
+            return [Edit.replace(node, new)]
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             registers = called(node.value) in ("register_buffer", "register_parameter")
             if registers and node.value.args and constant(node.value.args[0]) == name:
-                return [source.replace(node, new)]
-    return [source.insert_after(statement, new)]
+                return [Edit.replace(node, new)]
+    return [Edit.insert_after(statement, new)]
 
 
-def _parameter(source: Source, like: ast.expr, fill: str, shape: str | None) -> str:
+def _parameter(like: ast.expr, fill: str, shape: str | None) -> str:
     """Write `nn.Parameter(torch.zeros(dim))` in the style of another parameter."""
     wrapper, tensor = "nn.Parameter", f"torch.{fill}"
-    for call in source.nodes(ast.Call, like):
+    for call in find(ast.Call, like):
         if called(call) == "Parameter":
-            wrapper = source.code(call.func)
+            wrapper = code_of(call.func)
         elif call.args and called(call) in CREATORS:
             if isinstance(call.func, ast.Attribute):
-                tensor = f"{source.code(call.func.value)}.{fill}"
+                tensor = f"{code_of(call.func.value)}.{fill}"
             if shape is None:
                 arguments = call.args[:1] if called(call) == "full" else call.args
                 options = [k for k in call.keywords if k.arg in ("device", "dtype")]
-                shape = ", ".join(source.code(each) for each in [*arguments, *options])
+                shape = ", ".join(code_of(each) for each in [*arguments, *options])
     return f"{wrapper}({tensor}({shape}))"
 
 
-def _used(source: Source, cls: ast.ClassDef, name: str) -> list[ast.Attribute]:
+def _used(cls: ast.ClassDef, name: str) -> list[ast.Attribute]:
     """Return where the methods of a class read `self.name`."""
     return [
-        node for node in source.nodes(ast.Attribute, cls)
+        node for node in find(ast.Attribute, cls)
         if is_self(node, name) and isinstance(node.ctx, ast.Load)
     ]  # fmt: skip
 
 
-def _user(source: Source, node: ast.expr) -> ast.AST:
+def _user(node: ast.expr) -> ast.AST:
     """Return the expression or statement that an expression is a part or an argument of."""
-    above = source.parents[node]
-    return source.parents[above] if isinstance(above, ast.keyword) else above
+    above = parent_of(node)
+    return parent_of(above) if isinstance(above, ast.keyword) else above
 
 
-def _norm_bias_used(source: Source, weight: ast.expr, bias: str) -> Edit | None:
+def _norm_bias_used(weight: ast.expr, bias: str) -> Edit | None:
     """Add the bias to the product with the weight, or pass it to the kernel."""
-    above = _user(source, weight)
+    above = _user(weight)
     match above:
         case ast.Call() if called(above) == "layer_norm":
-            return source.set_argument(above, 3, "bias", f"self.{bias}")
+            return Edit.set_argument(above, 3, "bias", f"self.{bias}")
         case ast.Call() if called(above) in ("mul", "mul_", "multiply"):
-            return plus(source, above, f"self.{bias}")
+            return plus(above, f"self.{bias}")
         case ast.AugAssign(target):
-            return source.insert_after(above, f"{source.code(target)} += self.{bias}")
+            return Edit.insert_after(above, f"{code_of(target)} += self.{bias}")
     product: ast.expr | None = None  # the whole product
     while is_product(above):
-        product, above = above, source.parents[above]
-    return None if product is None else plus(source, product, f"self.{bias}")
+        product, above = above, parent_of(above)
+    return None if product is None else plus(product, f"self.{bias}")
 
 
 @fixes("no_ln_weight")
 def norm_weight(site: Site) -> Iterator[Edits]:
     """Create the weight of a hand-written norm and multiply by it."""
-    for source, cls in _modules(site):
-        for statement, name, created in _created(source, cls):
+    for cls in _modules(site):
+        for statement, name, created in _created(cls):
             weight = _partner(name, 1)
-            new = f"self.{weight} = {_parameter(source, created, 'ones', None)}"
-            for used in _used(source, cls, name):
-                edit = _norm_weight_used(source, used, weight)
+            new = f"self.{weight} = {_parameter(created, 'ones', None)}"
+            for used in _used(cls, name):
+                edit = _norm_weight_used(used, weight)
                 if edit is not None:
-                    yield [source.insert_before(statement, new), edit]
+                    yield [Edit.insert_before(statement, new), edit]
 
 
-def _norm_weight_used(source: Source, bias: ast.expr, weight: str) -> Edit | None:
+def _norm_weight_used(bias: ast.expr, weight: str) -> Edit | None:
     """Multiply what the bias is added to by the weight, or pass the weight to the kernel."""
-    above = _user(source, bias)
+    above = _user(bias)
     match above:
         case ast.Call() if called(above) == "layer_norm":
-            return source.set_argument(above, 2, "weight", f"self.{weight}")
+            return Edit.set_argument(above, 2, "weight", f"self.{weight}")
         case ast.Call(ast.Attribute(inner, "add" | "add_")):
-            return source.replace(inner, f"({source.operand(inner)} * self.{weight})")
+            return Edit.replace(inner, f"({operand_code(inner)} * self.{weight})")
         case ast.AugAssign(target):
-            return source.insert_before(above, f"{source.code(target)} *= self.{weight}")
+            return Edit.insert_before(above, f"{code_of(target)} *= self.{weight}")
         case ast.BinOp(left, ast.Add(), right):
             other = left if right is bias else right
-            grouped = source.grouped(other) != source.span(other)
+            grouped = grouped_span(other) != span(other)
             is_total = isinstance(other, ast.BinOp) and isinstance(other.op, (ast.Add, ast.Sub))
-            code = f"({source.code(other)})" if grouped or is_total else source.code(other)
-            return source.replace_group(other, f"{code} * self.{weight}")
+            code = f"({code_of(other)})" if grouped or is_total else code_of(other)
+            return Edit.replace_group(other, f"{code} * self.{weight}")
     return None
 
 
 @fixes("no_ln_bias", "no_ln_weight")
 def norm_parameters(site: Site) -> Iterator[Edits]:
     """Create both parameters of a norm that has none and apply them to what it returns."""
-    for source, cls in _modules(site):
+    for cls in _modules(site):
         function = constructor(cls)
-        if function is None or any(_created(source, cls)) or len(function.args.args) < 2:
+        if function is None or any(_created(cls)) or len(function.args.args) < 2:
             continue
         names = [each.arg for each in function.args.args if role_of(each.arg) == "n_embd"]
         width = (names or [function.args.args[1].arg])[0]
@@ -322,17 +335,18 @@ def norm_parameters(site: Site) -> Iterator[Edits]:
             f"self.{name} = {parameter}({tensor.format(fill)}({width}))"
             for name, fill in (("weight", "ones"), ("bias", "zeros"))
         ]
-        declared = source.insert_after(function.body[-1], *new)
-        for node in source.nodes(ast.Return, cls):
+        declared = Edit.insert_after(function.body[-1], *new)
+        for node in find(ast.Return, cls):
             match node.value:
                 case ast.Call() as call if called(call) == "layer_norm":
-                    end = source.span(call)[1] - 1
-                    passed = Edit(source.file, end, end, ", weight=self.weight, bias=self.bias")
-                    yield [declared, passed]
-                case ast.expr() as value if function is not source.parent(node, ast.FunctionDef):
-                    code = source.code(value) if is_product(value) else source.operand(value)
+                    yield [
+                        declared,
+                        Edit.last_argument(call, ", weight=self.weight, bias=self.bias"),
+                    ]
+                case ast.expr() as value if function is not enclosing(node, ast.FunctionDef):
+                    code = code_of(value) if is_product(value) else operand_code(value)
                     result = f"{code} * self.weight + self.bias"
-                    yield [declared, source.replace(value, result)]
+                    yield [declared, Edit.replace(value, result)]
 
 
 @fixes("no_ln_bias", "no_ln_weight")
@@ -342,17 +356,17 @@ def norm_modules(site: Site) -> Iterator[Edits]:
     if site.cls is not None:
         name = next((called(call) for call in site.calls if "norm" in called(call)), name)
     edits: Edits = []
-    for source, cls in site.every(ast.ClassDef):
-        function, calls = constructor(cls), source.calls(name, within=cls)
-        widths = [] if function is None else hyperparameters(site, source, function, "n_embd")
+    for cls in site.every(ast.ClassDef):
+        function, calls = constructor(cls), find_calls(name, within=cls)
+        widths = [] if function is None else hyperparameters(site, function, "n_embd")
         if function is None or not calls or not widths or not calls[0].args:
             continue
         module = site.torch("torch.nn.LayerNorm")
         names = [f"ln_{i + 1}" for i in range(len(calls))] if len(calls) > 1 else ["ln_f"]
         created = [f"self.{each} = {module}({widths[0]})" for each in names]
-        edits.append(source.insert_after(function.body[-1], *created))
+        edits.append(Edit.insert_after(function.body[-1], *created))
         edits += [
-            source.replace(call, f"self.{each}({source.code(call.args[0])})")
+            Edit.replace(call, f"self.{each}({code_of(call.args[0])})")
             for call, each in zip(calls, names, strict=True)
         ]
     if edits:
@@ -363,13 +377,13 @@ def norm_modules(site: Site) -> Iterator[Edits]:
 def projection_bias(site: Site) -> Iterator[Edits]:
     """Create the bias of a hand-written projection and add it."""
     found: list[tuple[int, Edits]] = []
-    for source, cls in _modules(site):
-        for statement, name, created in _created(source, cls):
-            for used in _used(source, cls, name):
-                for shape, whole, form in _projection(source, created, used):
+    for cls in _modules(site):
+        for statement, name, created in _created(cls):
+            for used in _used(cls, name):
+                for shape, whole, form in _projection(created, used):
                     bias = _bias_name(name)
-                    edits = _declared(source, cls, statement, created, bias, shape)
-                    edits.append(_bias_added(source, whole, form.format(f"self.{bias}")))
+                    edits = _declared(cls, statement, created, bias, shape)
+                    edits.append(_bias_added(whole, form.format(f"self.{bias}")))
                     found.append((statement.lineno != site.line, edits))
     found.sort(key=lambda each: each[0])
     yield from (edits for _, edits in found)
@@ -388,42 +402,38 @@ def _bias_name(weight: str) -> str:
     return f"{weight}_bias"
 
 
-def _shape(source: Source, created: ast.expr) -> list[str]:
+def _shape(created: ast.expr) -> list[str]:
     """Return the sizes of a parameter, as code."""
-    for call in source.nodes(ast.Call, created):
-        if call.args and (called(call) in CREATORS or _builder(source, called(call))):
+    for call in find(ast.Call, created):
+        if call.args and (called(call) in CREATORS or _builder(source_of(call), called(call))):
             sizes = list(call.args)
             if isinstance(sizes[0], (ast.Tuple, ast.List)):
                 sizes = sizes[0].elts
-            return [source.code(each) for each in sizes]
+            return [code_of(each) for each in sizes]
     return []
 
 
-def _projection(
-    source: Source, created: ast.expr, weight: ast.expr
-) -> Iterator[tuple[str, ast.expr, str]]:
+def _projection(created: ast.expr, weight: ast.expr) -> Iterator[tuple[str, ast.expr, str]]:
     """Yield the bias's shape, the product, and how the bias is added, for a use of a weight."""
-    sizes = _shape(source, created)
+    sizes = _shape(created)
     if len(sizes) < 2:
         return
-    match source.parents[weight]:
+    match parent_of(weight):
         case ast.Subscript(_, ast.Name() | ast.Constant() as layer) as one:
-            for width, whole, form in _products(source, sizes[1:], one):
-                form = form.replace("{}", f"{{}}[{source.code(layer)}]")
+            for width, whole, form in _products(sizes[1:], one):
+                form = form.replace("{}", f"{{}}[{code_of(layer)}]")
                 yield f"{sizes[0]}, {width}", whole, form
         case _:
-            yield from _products(source, sizes, weight)
+            yield from _products(sizes, weight)
 
 
-def _products(
-    source: Source, sizes: list[str], node: ast.expr
-) -> Iterator[tuple[str, ast.expr, str]]:
+def _products(sizes: list[str], node: ast.expr) -> Iterator[tuple[str, ast.expr, str]]:
     """Yield the same as `_projection`, for a weight of these sizes."""
-    above, transposed = source.parents[node], False
+    above, transposed = parent_of(node), False
     while isinstance(above, ast.Attribute) and above.attr in ("T", "mT", "t", "transpose"):
-        whole = above if above.attr in ("T", "mT") else source.parents[above]
+        whole = above if above.attr in ("T", "mT") else parent_of(above)
         assert isinstance(whole, ast.expr)
-        node, above, transposed = whole, source.parents[whole], not transposed
+        node, above, transposed = whole, parent_of(whole), not transposed
     width = sizes[0] if transposed else sizes[-1]
     match above:
         case ast.BinOp(_, ast.MatMult(), right) if right is node:
@@ -453,14 +463,13 @@ def _einsum(
     yield shape, call, "{}" if "None" not in index else f"{{}}[{index}]"
 
 
-def _bias_added(source: Source, whole: ast.expr, bias: str) -> Edit:
+def _bias_added(whole: ast.expr, bias: str) -> Edit:
     if isinstance(whole, ast.Call) and called(whole) == "linear":
         present = argument(whole, 2, "bias")
         if present is not None:
-            return source.replace(present, bias)
-        end = source.span(whole)[1] - 1
-        return Edit(source.file, end, end, f", {bias}")
-    return plus(source, whole, bias)
+            return Edit.replace(present, bias)
+        return Edit.last_argument(whole, f", {bias}")
+    return plus(whole, bias)
 
 
 # Dropout
@@ -469,31 +478,31 @@ def _bias_added(source: Source, whole: ast.expr, bias: str) -> Edit:
 @fixes("dropout_always_on")
 def dropout_in_training(site: Site) -> Iterator[Edits]:
     """Apply dropout in training only."""
-    edits = [_in_training(source, call) for source, call in site.every(ast.Call)]
+    edits = [_in_training(call) for call in site.every(ast.Call)]
     yield from attempts(site, [edit for edit in edits if edit is not None])
 
 
-def _in_training(source: Source, call: ast.Call) -> Edit | None:
+def _in_training(call: ast.Call) -> Edit | None:
     name = called(call)
-    if source.parent(call, ast.ClassDef) is None:
+    if enclosing(call, ast.ClassDef) is None:
         return None
     if name == "scaled_dot_product_attention":
         p = argument(call, 4, "dropout_p")
-        function = source.parent(call, ast.FunctionDef)
+        function = enclosing(call, ast.FunctionDef)
         if isinstance(p, ast.Name) and function is not None:
             p = next(assignments(function, p.id), p)
         if p is None or constant(p) == 0 or _mentions_training(p):
             return None
-        return source.replace(p, f"{source.operand(p)} if self.training else 0.0")
+        return Edit.replace(p, f"{operand_code(p)} if self.training else 0.0")
     if not re.fullmatch(r"(alpha_|feature_|feature_alpha_)?dropout[123]?d?_?", name):
         return None
     if is_self(call.func) or not isinstance(call.func, (ast.Attribute, ast.Name)):
         return None
-    key = "train" if source.code(call.func) == "torch.dropout" else "training"
+    key = "train" if code_of(call.func) == "torch.dropout" else "training"
     flag = argument(call, 2, key)
     if flag is not None and _mentions_training(flag):
         return None
-    return source.set_argument(call, 2, key, "self.training")
+    return Edit.set_argument(call, 2, key, "self.training")
 
 
 def _mentions_training(node: ast.AST) -> bool:
@@ -504,41 +513,41 @@ def _mentions_training(node: ast.AST) -> bool:
 def dropout_module_in_forward(site: Site) -> Iterator[Edits]:
     """Replace a module that forward creates, which is in training mode, by the function."""
     edits: Edits = []
-    for source, call in site.every(ast.Call):
+    for call in site.every(ast.Call):
         built = call.func
         if isinstance(built, ast.Call) and called(built) == "train":
             assert isinstance(built.func, ast.Attribute)
             if is_self(built.func.value):
-                edits.append(source.replace(built, source.code(built.func.value)))
+                edits.append(Edit.replace(built, code_of(built.func.value)))
                 continue
             built = built.func.value
-        edits += _function_instead(site, source, call, built)
-        function = source.parent(call, ast.FunctionDef)
+        edits += _function_instead(site, call, built)
+        function = enclosing(call, ast.FunctionDef)
         if isinstance(built, ast.Name) and function is not None:
-            for statement in source.nodes(ast.Assign, function):
+            for statement in find(ast.Assign, function):
                 for value in assignments(statement, built.id, deep=False):
-                    if replaced := _function_instead(site, source, call, value):
-                        yield [*replaced, source.remove(statement)]
+                    if replaced := _function_instead(site, call, value):
+                        yield [*replaced, Edit.remove(statement)]
     yield from attempts(site, edits)
 
 
-def _function_instead(site: Site, source: Source, call: ast.Call, built: ast.expr) -> Edits:
+def _function_instead(site: Site, call: ast.Call, built: ast.expr) -> Edits:
     """Call the function for dropout where a module is called, if the module is nn.Dropout."""
     if not isinstance(built, ast.Call) or called(built) != "Dropout" or not call.args:
         return []
     p = argument(built, 0, "p")
-    arguments = [source.code(call.args[0]), "0.5" if p is None else source.code(p)]
+    arguments = [code_of(call.args[0]), "0.5" if p is None else code_of(p)]
     dropout = site.torch("torch.nn.functional.dropout")
-    return [source.replace(call, f"{dropout}({', '.join(arguments)}, training=self.training)")]
+    return [Edit.replace(call, f"{dropout}({', '.join(arguments)}, training=self.training)")]
 
 
 @fixes("dropout_always_on")
 def training_mode_forced(site: Site) -> Iterator[Edits]:
     """Remove from the methods what turns on training mode."""
     edits = [
-        source.remove(statement)
-        for source, statement in site.every(ast.stmt)
-        if source.parent(statement, ast.ClassDef) is not None and _turns_on_training(statement)
+        Edit.remove(statement)
+        for statement in site.every(ast.stmt)
+        if enclosing(statement, ast.ClassDef) is not None and _turns_on_training(statement)
     ]  # fmt: skip
     yield from attempts(site, edits)
 
@@ -559,42 +568,43 @@ def written_dropout_in_training(site: Site) -> Iterator[Edits]:
     source, function = site.source, site.function
     if function is None or site.cls is None or site.statement not in function.body:
         return
-    first, indent = function.body.index(site.statement), source.indent(site.statement)
+    first, indent = function.body.index(site.statement), indent_of(site.statement)
     for following in function.body[first : first + 4]:
         if isinstance(following, ast.Return):
             break
         if variables(site.statement) & variables(following):
-            start, end = source.offset(site.statement.lineno, 0), source.span(following)[1]
+            start, end = source.offset(site.statement.lineno, 0), span(following)[1]
             inner = source.text[start:end].replace(f"\n{indent}", f"\n{indent}    ")
-            yield [Edit(source.file, start, end, f"{indent}if self.training:\n    {inner}")]
+            text = f"{indent}if self.training:\n    {inner}"
+            yield [Edit.at(site.statement, start, end, text)]
     inputs = [each.arg for each in function.args.args[1:]]
     if inputs:
         early = ("if not self.training:", f"    return {inputs[0]}")
-        yield [source.insert_before(site.statement, *early)]
-        yield [source.insert_before(function.body[0], *early)]
+        yield [Edit.insert_before(site.statement, *early)]
+        yield [Edit.insert_before(function.body[0], *early)]
 
 
 @fixes("dropout_always_on")
 def dropout_in_function(site: Site) -> Iterator[Edits]:
     """Pass the mode to a function that applies dropout, or remove the dropout."""
-    source, function = site.source, site.function
+    function = site.function
     for call in site.calls:
         if "dropout" not in called(call).lower():
             continue
-        if function is not None and source.parent(function, ast.ClassDef) is None and not (
+        if function is not None and enclosing(function, ast.ClassDef) is None and not (
             function.args.kwonlyargs or function.args.vararg or function.args.kwarg
         ) and function.args.args:  # fmt: skip
-            last = max(source.span(n)[1] for n in [*function.args.args, *function.args.defaults])
-            edits = [Edit(source.file, last, last, ", training=False")]
-            edits.append(source.set_argument(call, 2, "training", "training"))
+            last = max([*function.args.args, *function.args.defaults], key=span)
+            edits = [Edit.suffix(last, ", training=False")]
+            edits.append(Edit.set_argument(call, 2, "training", "training"))
             edits += [
-                other.set_keyword(each, "training", "self.training")
-                for other, each in calls_of(site, function.name)
-                if other.parent(each, ast.ClassDef) is not None
+                Edit.set_keyword(each, "training", "self.training")
+                for each in calls_of(site, function.name)
+                if enclosing(each, ast.ClassDef) is not None
             ]
             yield edits
         if call.args:
-            yield [source.replace(call, source.code(call.args[0]))]
+            yield [Edit.replace(call, code_of(call.args[0]))]
 
 
 # Parameters without a counterpart
@@ -608,62 +618,61 @@ def called_in_training(site: Site) -> Iterator[Edits]:
         arguments = [] if each.function is None else each.function.args.args[:1]
         for call in each.calls if [a.arg for a in arguments] == ["self"] else ():
             if isinstance(call.func, ast.Name) and call.args and "drop" in call.func.id.lower():
-                own, operand = each.source.code(call), each.source.code(call.args[0])
-                edits.append(each.source.replace(call, f"({own} if self.training else {operand})"))
+                own, operand = code_of(call), code_of(call.args[0])
+                edits.append(Edit.replace(call, f"({own} if self.training else {operand})"))
     yield edits
 
 
 @fixes("random_parameters")
 def remove_parameter(site: Site) -> Iterator[Edits]:
     """Remove a parameter, or a module with it, and its uses."""
-    source, cls, statement = site.source, site.cls, site.statement
+    cls, statement = site.cls, site.statement
     if cls is None:
         return
     for target, _ in assigned(statement):
         if is_self(target):
-            uses = [_without(source, used) for used in _used(source, cls, target.attr)]
+            uses = [_without(used) for used in _used(cls, target.attr)]
             edits = [edit for edit in uses if edit is not None]
             if len(edits) == len(uses):
-                yield [source.remove(statement), *edits]
+                yield [Edit.remove(statement), *edits]
 
 
 @fixes("random_parameters")
 def remove_term(site: Site) -> Iterator[Edits]:
     """Remove a module whose result is a variable that is added to others, and the variable."""
-    source, cls, statement = site.source, site.cls, site.statement
+    cls, statement = site.cls, site.statement
     if cls is None:
         return
     for target, _ in assigned(statement):
-        for used in _used(source, cls, target.attr) if is_self(target) else ():
-            made = source.parent(used, ast.Assign)
+        for used in _used(cls, target.attr) if is_self(target) else ():
+            made = enclosing(used, ast.Assign)
             if made is None or not (name := variable(made)):
                 continue
-            function = source.parent(made, ast.FunctionDef)
-            for node in filter(is_sum, source.nodes(ast.BinOp, function)):
+            function = enclosing(made, ast.FunctionDef)
+            for node in filter(is_sum, find(ast.BinOp, function or site.tree)):
                 for term, other in sides(node):
                     if isinstance(term, ast.Name) and term.id == name:
-                        kept = source.replace(node, source.code(other))
-                        yield [source.remove(statement), source.remove(made), kept]
+                        kept = Edit.replace(node, code_of(other))
+                        yield [Edit.remove(statement), Edit.remove(made), kept]
 
 
-def _without(source: Source, used: ast.expr) -> Edit | None:
+def _without(used: ast.expr) -> Edit | None:
     """Return the code without a parameter: `y` of `self.gate * y` or of `self.scale(y)`."""
-    above = source.parents[used]
+    above = parent_of(used)
     while isinstance(above, (ast.Attribute, ast.Subscript)) or (  # self.gate.sigmoid()
         isinstance(above, ast.Call) and above.func is used
         and isinstance(used, ast.Attribute) and not is_self(used)
     ):  # fmt: skip
-        used, above = above, source.parents[above]
+        used, above = above, parent_of(above)
     if isinstance(above, ast.Call) and above.func is not used and called(above) in GATES:
-        used, above = above, source.parents[above]
+        used, above = above, parent_of(above)
     match above:
         case ast.Call(func, [tensor]) if func is used:
-            return source.replace(above, source.code(tensor))
+            return Edit.replace(above, code_of(tensor))
         case ast.BinOp(left, _, right):
-            start, end = source.grouped(left if right is used else right)
-            return source.replace(above, source.text[start:end])
+            return Edit.replace(above, grouped_code(left if right is used else right))
         case ast.AugAssign(_, _, value) if value is used:
-            return source.remove(above)
+            return Edit.remove(above)
     return None
 
 
@@ -678,13 +687,13 @@ def inner_ratio(site: Site) -> Iterator[Edits]:
     if rest:
         return
     edits = []
-    for source, node in _inner_expressions(site):
-        for factor in source.nodes(ast.expr, node):
-            for place in origins(site, source, factor):
-                value = constant(place.node)
+    for node in _inner_expressions(site):
+        for factor in find(ast.expr, node):
+            for literal in origins(site, factor):
+                value = constant(literal)
                 if isinstance(value, (int, float)) and value * site.config.n_embd == found:
                     text = f"{ratio:.1f}" if isinstance(value, float) else str(ratio)
-                    edits.append(place.source.replace(place.node, text))
+                    edits.append(Edit.replace(literal, text))
     yield from attempts(site, edits)
 
 
@@ -694,44 +703,39 @@ def inner_width_of_torch(site: Site) -> Iterator[Edits]:
     for call in site.calls:
         if called(call).startswith("Transformer") and (width := argument(call, 0, "d_model")):
             ratio = site.finding.values["expected"] // site.config.n_embd
-            text = f"{ratio} * {site.source.operand(width)}"
-            yield [site.source.set_keyword(call, "dim_feedforward", text)]
+            text = f"{ratio} * {operand_code(width)}"
+            yield [Edit.set_keyword(call, "dim_feedforward", text)]
 
 
 @fixes("inner_dim")
 def inner_width(site: Site) -> Iterator[Edits]:
     """Derive the inner width of the MLP from the width."""
-    source = site.source
     ratio, rest = divmod(site.finding.values["expected"], site.config.n_embd)
     calls = [call for call in site.calls if len(call.args) >= 2 and called(call) != "Sequential"]
     for call in calls[:1] if not rest else ():
-        text, hidden = f"{ratio} * {source.operand(call.args[0])}", call.args[1]
-        for own, node in chain(site, source, hidden)[1:]:
-            if own is source and source.parent(node, ast.FunctionDef) is site.function:
-                yield [source.replace(node, text)]
-        code, scope = source.code(hidden), site.cls or source.tree
+        text, hidden = f"{ratio} * {operand_code(call.args[0])}", call.args[1]
+        for node in chain(site, hidden)[1:]:
+            if enclosing(node, ast.FunctionDef) is site.function and source_of(node) is site.source:
+                yield [Edit.replace(node, text)]
+        code, scope = code_of(hidden), site.cls or site.tree
         yield [
-            source.replace(each, text)
-            for other in source.nodes(ast.Call, scope) for each in other.args
-            if source.code(each) == code
+            Edit.replace(each, text)
+            for other in find(ast.Call, scope) for each in other.args
+            if code_of(each) == code
         ]  # fmt: skip
-        alike = [each for each in source.calls(called(call), within=scope) if each.args]
+        alike = [each for each in find_calls(called(call), within=scope) if each.args]
         for back in alike[alike.index(call) + 1 :][:1]:  # of the same width at both ends
-            if source.code(back.args[0]) == code:
-                yield [source.replace(hidden, text), source.replace(back.args[0], text)]
+            if code_of(back.args[0]) == code:
+                yield [Edit.replace(hidden, text), Edit.replace(back.args[0], text)]
 
 
-def _inner_expressions(site: Site) -> Iterator[Written]:
+def _inner_expressions(site: Site) -> Iterator[ast.expr]:
     """Yield the arguments of the calls around the finding, with what they get their values from."""
-    scopes: list[tuple[Source, ast.AST]] = [
-        (source, function)
-        for name in dict.fromkeys(called(call) for call in site.calls)  # that may build the MLP
-        for source, function in site.every(ast.FunctionDef) if function.name == name
-    ]  # fmt: skip
-    scopes.append((site.source, site.function or site.cls or site.source.tree))
-    for source, scope in scopes:
-        for node in (each for call in source.nodes(ast.Call, scope) for each in call.args):
-            yield from chain(site, source, node)
+    names = dict.fromkeys(called(call) for call in site.calls)  # that may build the MLP
+    builders = [function for name in names for function in functions(site, name)]
+    for scope in [*builders, site.function or site.cls or site.tree]:
+        for node in (each for call in find(ast.Call, scope) for each in call.args):
+            yield from chain(site, node)
 
 
 @fixes("n_embd_mismatch")
@@ -739,12 +743,12 @@ def width_literal(site: Site) -> Iterator[Edits]:
     """Write the checkpoint's width where the embedding gets its width from."""
     found, expected = site.finding.values["found"], str(site.finding.values["expected"])
     edits = [
-        place.source.replace(place.node, expected)
+        Edit.replace(literal, expected)
         for call in site.calls
         if "embedding" in called(call).lower()
         and (width := argument(call, 1, "embedding_dim")) is not None
-        for place in origins(site, site.source, width)
-        if constant(place.node) == found
+        for literal in origins(site, width)
+        if constant(literal) == found
     ]  # fmt: skip
     yield from attempts(site, edits)
 
@@ -761,11 +765,11 @@ ROLES = {
 def size_of_constructor(site: Site) -> Iterator[Edits]:
     """Use the size that the constructor is called with instead of another one."""
     role, found = ROLES[site.finding.code], site.finding.values["found"]
-    sized: list[tuple[Written, str]] = []
-    for source, node in site.every(ast.expr):
-        if constant(node) == found and not isinstance(source.parents[node], ast.BinOp):
-            names = hyperparameters_at(site, source, node, role)
-            sized += [(Written(source, node), name) for name in names[:1]]
+    sized: dict[ast.expr, str] = {}
+    for node in site.every(ast.expr):
+        if constant(node) == found and not isinstance(parent_of(node), ast.BinOp):
+            for name in hyperparameters_at(site, node, role)[:1]:
+                sized[node] = name
     yield from _size_attempts(site, sized)
 
 
@@ -773,12 +777,12 @@ def size_of_constructor(site: Site) -> Iterator[Edits]:
 def size_without_arithmetic(site: Site) -> Iterator[Edits]:
     """Remove the arithmetic with a size, such as padding of the vocabulary."""
     role = ROLES[site.finding.code]
-    sized: list[tuple[Written, str]] = []
-    for source, node in site.every(ast.BinOp):
-        if not isinstance(source.parents[node], ast.BinOp):
+    sized: dict[ast.expr, str] = {}
+    for node in site.every(ast.BinOp):
+        if not isinstance(parent_of(node), ast.BinOp):
             names = _variables(node)
             if len(names) == 1 and role_of(last_name(names[0])) == role:
-                sized.append((Written(source, node), source.code(names[0])))
+                sized[node] = code_of(names[0])
     yield from _size_attempts(site, sized)
 
 
@@ -787,16 +791,16 @@ def literal_size(site: Site) -> Iterator[Edits]:
     """Write the checkpoint's size in place of another number, as in `Block(dim, n_head=6)`."""
     role, found = ROLES[site.finding.code], site.finding.values["found"]
     expected = str(site.finding.values["expected"])
-    sized = [
-        (Written(source, node), expected) for source, node in site.every(ast.Constant)
-        if constant(node) == found and role_of(_name_of_value(site, source, node)) == role
-    ]  # fmt: skip
+    sized: dict[ast.expr, str] = {
+        node: expected for node in site.every(ast.Constant)
+        if constant(node) == found and role_of(_name_of_value(site, node)) == role
+    }  # fmt: skip
     yield from _size_attempts(site, sized)
 
 
-def _name_of_value(site: Site, source: Source, node: ast.expr) -> str:
+def _name_of_value(site: Site, node: ast.expr) -> str:
     """Return the name of a value in the code: an argument, a variable, an attribute or a key."""
-    match source.parents[node]:
+    match parent_of(node):
         case ast.keyword(str(name)):
             return name
         case ast.Assign([target]) | ast.AnnAssign(target):
@@ -804,11 +808,11 @@ def _name_of_value(site: Site, source: Source, node: ast.expr) -> str:
         case ast.Dict(keys, values) if node in values:
             return str(constant(keys[values.index(node)]))
         case ast.Call(_, arguments) as call if node in arguments:
-            inits = [constructor(cls) for _, cls in classes(site, called(call))]
+            inits = [constructor(cls) for cls in classes(site, called(call))]
             names = [name for init in inits if init for name in parameters(init)]
             return next(iter(names[arguments.index(node) + 1 :]), "")
         case ast.arguments() as above:
-            function = source.parents[above]
+            function = parent_of(above)
             if isinstance(function, ast.FunctionDef):
                 names = parameters(function)
                 return next((name for name in names if default_of(function, name) is node), "")
@@ -822,18 +826,10 @@ def _variables(node: ast.expr) -> list[ast.expr]:
     return [] if constant(node) is not ... else [node]
 
 
-def _size_attempts(site: Site, sized: list[tuple[Written, str]]) -> Iterator[Edits]:
+def _size_attempts(site: Site, sized: dict[ast.expr, str]) -> Iterator[Edits]:
     """Replace sizes: those written like the finding's, then as for other edits."""
-    start, end = site.source.span(site.statement)
-    near = {
-        source.code(node) for (source, node), _ in sized
-        if source is site.source and start <= source.span(node)[0] < end
-    }  # fmt: skip
-    edits = [source.replace_group(node, text) for (source, node), text in sized]
-    alike = [
-        edit for edit, ((source, node), _) in zip(edits, sized, strict=True)
-        if source.code(node) in near
-    ]  # fmt: skip
-    if alike:
+    near = {code_of(node) for node in ast.walk(site.statement) if node in sized}
+    edits = {node: Edit.replace_group(node, text) for node, text in sized.items()}
+    if alike := [edit for node, edit in edits.items() if code_of(node) in near]:
         yield alike
-    yield from attempts(site, edits)
+    yield from attempts(site, list(edits.values()))

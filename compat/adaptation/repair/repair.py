@@ -38,8 +38,9 @@ from compat.adaptation.repair import (
     signature,
     softmax,
 )
-from compat.adaptation.repair.fixes import FIXES, UNSAFE, Edits, Site
-from compat.adaptation.repair.source import Source, edited_texts
+from compat.adaptation.repair.edits import Edits, edited_texts
+from compat.adaptation.repair.fixes import FIXES, UNSAFE, Site
+from compat.adaptation.repair.source import Source
 from compat.adaptation.result import Adaptation, Finding
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.config import GPT2Config

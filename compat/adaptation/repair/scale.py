@@ -10,8 +10,20 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import TypeGuard
 
-from compat.adaptation.repair.fixes import Edits, Site, fixes
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import Site, fixes
+from compat.adaptation.repair.source import (
+    code_of,
+    enclosing,
+    find,
+    find_calls,
+    grouped_code,
+    grouped_span,
+    operand_code,
+    parent_of,
+    source_of,
+    span,
+)
 from compat.adaptation.repair.syntax import (
     called,
     constant,
@@ -41,11 +53,11 @@ from compat.adaptation.repair.values import settings
 
 def _head_sizes(site: Site, place: ast.expr) -> list[str]:
     """Return expressions for the size of a head at a place in the code, the likeliest first."""
-    source, function = site.source, site.source.parent(place, ast.FunctionDef)
-    cls = source.parent(place, ast.ClassDef)
+    function = enclosing(place, ast.FunctionDef)
+    cls = enclosing(place, ast.ClassDef)
     found: list[str] = []
     if function is not None:
-        for node in source.nodes(ast.Assign, function):
+        for node in find(ast.Assign, function):
             if node.lineno < place.lineno:
                 found += [
                     t.id for t in node.targets
@@ -75,12 +87,12 @@ def _own_head_sizes(
     site: Site, cls: ast.ClassDef, function: ast.FunctionDef | None, place: ast.expr
 ) -> list[str]:
     """Return attributes such as `self.head_dim` and `self.config.head_dim`."""
-    source, found = site.source, []
+    found = []
     inside = set() if function is None else set(ast.walk(function))
-    for node in source.nodes(ast.Attribute, cls):
+    for node in find(ast.Attribute, cls):
         name = own_attribute(node)
         if isinstance(node.ctx, ast.Store) and name:
-            value = next((v for v, u in assigned_values(source, cls, name) if u is None), None)
+            value = next((v for v, u in assigned_values(cls, name) if u is None), None)
             early = node not in inside or node.lineno < place.lineno
             named = HEAD_SIZE.match(name) is not None and is_number(site, value)
             if early and value is not None and (_is_quotient(value) or named):
@@ -88,18 +100,18 @@ def _own_head_sizes(
         elif isinstance(node.ctx, ast.Load) and HEAD_SIZE.match(node.attr):
             root = next(n for n in ast.walk(node) if isinstance(n, ast.Name))
             if name is None and (root.id == "self" or node in inside):
-                found.append(source.code(node))
+                found.append(code_of(node))
     for name in sorted(_fields(site)):  # attributes of the same object
         for node in [n for n in ast.walk(place) if isinstance(n, ast.Attribute)]:
             if HEAD_SIZE.match(name) and not is_self(node):
-                found.append(f"{source.code(node.value)}.{name}")
+                found.append(f"{code_of(node.value)}.{name}")
     return found
 
 
 def _fields(site: Site) -> set[str]:
     """Return the names of fields and properties of the classes of the file."""
     found = set()
-    for node in [node for cls in site.source.nodes(ast.ClassDef) for node in cls.body]:
+    for node in [node for cls in find(ast.ClassDef, site.tree) for node in cls.body]:
         match node:
             case ast.FunctionDef(name, decorator_list=[_, *_]) | ast.AnnAssign(ast.Name(name)):
                 found.add(name)
@@ -110,7 +122,7 @@ def _operand_sizes(site: Site, function: ast.FunctionDef) -> list[str]:
     """Return the contracted size of the product of q and k, such as `q.size(-1)`."""
     found = []
     for product in score_products(site):
-        if site.source.parent(product.node, ast.FunctionDef) is not function:
+        if enclosing(product.node, ast.FunctionDef) is not function:
             continue
         terms = re.fullmatch(r"(\w+),(\w+)->(\w+)", product.subscripts.replace(" ", ""))
         if terms and isinstance(product.left, ast.Name):
@@ -122,7 +134,7 @@ def _operand_sizes(site: Site, function: ast.FunctionDef) -> list[str]:
                 found.append(size_of(site, left.id, -1))
             elif (name := _transposed(right)) is not None:
                 found.append(size_of(site, name, -1))
-    for call in site.source.calls(SDPA, within=function):
+    for call in find_calls(SDPA, within=function):
         if call.args and isinstance(call.args[0], ast.Name):
             found.append(size_of(site, call.args[0].id, -1))
     return found
@@ -139,12 +151,12 @@ def _transposed(node: ast.expr) -> str | None:
 def _quotients(site: Site, cls: ast.ClassDef, function: ast.FunctionDef | None) -> list[str]:
     """Return `a // b` for every such pair of sizes in the class that can be written."""
     found = []
-    for node in site.source.nodes(ast.BinOp, cls):
+    for node in find(ast.BinOp, cls):
         if isinstance(node.op, (ast.FloorDiv, ast.Mod)):
-            elsewhere = site.source.parent(node, ast.FunctionDef) is not function
+            elsewhere = enclosing(node, ast.FunctionDef) is not function
             if elsewhere and variables(node) - {"self"}:
                 continue
-            parts = [site.source.operand(part) for part in (node.left, node.right)]
+            parts = [operand_code(part) for part in (node.left, node.right)]
             found.append(f"({parts[0]} // {parts[1]})")
     return found
 
@@ -257,7 +269,7 @@ def default_scale(site: Site) -> Iterator[Edits]:
         for keyword in call.keywords if called(call) == SDPA else ():
             named = isinstance(keyword.value, (ast.Name, ast.Attribute))
             if keyword.arg == "scale" and not named:
-                yield [site.source.remove_argument(call, keyword)]
+                yield [Edit.remove_argument(call, keyword)]
 
 
 @fixes("no_attn_scale")
@@ -269,14 +281,14 @@ def flag_of_scale(site: Site) -> Iterator[Edits]:
 @fixes("scale_by_d_model", "wrong_scale", "no_attn_scale")
 def head_size_in_scale(site: Site) -> Iterator[Edits]:
     """Write the number that scales the scores with the size of a head."""
-    source, values = site.source, site.finding.values
+    values = site.finding.values
     code, found, expected = site.finding.code, values["found"], values["expected"]
     factors = _factors(site)
     if code == "no_attn_scale":  # one that has no effect, or one that undoes the default of SDPA
-        if source.calls(SDPA, within=site.function):
+        if find_calls(SDPA, within=site.region):
             for factor in factors:
                 if factor.rest is not None:
-                    yield from _without(source, factor)
+                    yield from _without(factor)
         factors = [f for f in factors if _is_one(site, f.node)]
     change = math.log(expected / found) / math.log(values["d_head"]) if found > 0 else math.nan
     inverse = found > 0 and abs(found * expected - 1) < 1e-5
@@ -284,7 +296,7 @@ def head_size_in_scale(site: Site) -> Iterator[Edits]:
         yield from _one_of_two(site, factors)
     for factor in factors:
         if inverse:
-            yield from _turned(source, factor)
+            yield from _turned(factor)
         parts = list(_parts(site, factor.node, factor.divides))
         if code == "wrong_scale":
             yield from _other_factor(site, factor, change)
@@ -293,7 +305,7 @@ def head_size_in_scale(site: Site) -> Iterator[Edits]:
                     for step in (change, change / 2):
                         new = power - step if divides else power + step
                         if round(new * 4) and abs(new * 4 - round(new * 4)) < 1e-3:
-                            yield [source.replace(exponent, f"{round(new * 4) / 4:g}")]
+                            yield [Edit.replace(exponent, f"{round(new * 4) / 4:g}")]
         if code == "scale_by_d_model":
             for part, _ in parts:
                 for size in _sizes_in(site, part):
@@ -301,19 +313,19 @@ def head_size_in_scale(site: Site) -> Iterator[Edits]:
                     named = HEAD_SIZE.match(name_of(size))
                     if isinstance(value, (ast.Name, ast.Attribute)) and named:
                         for other in _substitutes(site, value)[:2]:
-                            yield [_replaced(source, value, other)]
+                            yield [_replaced(value, other)]
                     if not _is_root(value):
                         for other in _substitutes(site, size)[:3]:
-                            yield [_replaced(source, size, other)]
+                            yield [_replaced(size, other)]
         for part, divides in parts:
-            own = [source.operand(size) for size in _sizes_in(site, part)]
+            own = [operand_code(size) for size in _sizes_in(site, part)]
             root = 0.25 if _is_shared(site, factor) else 0.5
             for known in _known_scales(site, part, divides):
-                yield [_replaced(source, part, known)]
+                yield [_replaced(part, known)]
             for other in list(dict.fromkeys([*own, *_head_sizes(site, part)]))[:3]:
-                yield [_replaced(source, part, _root(site, other, divides, root))]
+                yield [_replaced(part, _root(site, other, divides, root))]
         if factor.rest is not None:
-            yield from _without(source, factor)
+            yield from _without(factor)
 
 
 def _one_of_two(site: Site, factors: list[Factor]) -> Iterator[Edits]:
@@ -321,8 +333,8 @@ def _one_of_two(site: Site, factors: list[Factor]) -> Iterator[Edits]:
     for outer, inner in permutations(factors, 2):
         if outer.rest is inner.whole:
             for size in _head_sizes(site, outer.node)[:3]:
-                root = _replaced(site.source, outer.node, _root(site, size, outer.divides))
-                for removed in _without(site.source, inner):
+                root = _replaced(outer.node, _root(site, size, outer.divides))
+                for removed in _without(inner):
                     yield [*removed, root]
 
 
@@ -330,7 +342,7 @@ def _is_one(site: Site, node: ast.expr) -> bool:
     value = definition(site, node) or node
     values = [value]
     if isinstance(value, ast.Name):
-        values += [other for _, other in settings(site, value.id)]
+        values += [other for other in settings(site, value.id)]
     return any(isinstance(other, ast.Constant) and other.value == 1 for other in values)
 
 
@@ -346,7 +358,7 @@ def _is_shared(site: Site, factor: Factor) -> bool:
     """Return whether a factor is a variable that is used twice, for q and for k."""
     if not isinstance(factor.node, ast.Name) or site.function is None:
         return False
-    name, names = factor.node.id, site.source.nodes(ast.Name, site.function)
+    name, names = factor.node.id, find(ast.Name, site.function)
     return sum(n.id == name and isinstance(n.ctx, ast.Load) for n in names) == 2
 
 
@@ -354,22 +366,22 @@ def _substitutes(site: Site, size: ast.expr) -> list[str]:
     """Return the sizes of a head, those first that are written like another size."""
     found = _head_sizes(site, size)
     shaped = re.compile(r"\.(shape\[|size\()")
-    alike = bool(shaped.search(site.source.code(size)))
+    alike = bool(shaped.search(code_of(size)))
     return sorted(found, key=lambda other: bool(shaped.search(other)) != alike)
 
 
 def _known_scales(site: Site, place: ast.expr, divides: bool) -> list[str]:
     """Yield attributes of the class that hold the scale, such as `self.norm_factor`."""
-    source, found = site.source, []
-    cls = source.parent(place, ast.ClassDef)
-    function = source.parent(place, ast.FunctionDef)
+    found = []
+    cls = enclosing(place, ast.ClassDef)
+    function = enclosing(place, ast.FunctionDef)
     if cls is None or function is None or function.name == "__init__":
         return []
-    for node in source.nodes(ast.Attribute, cls):
+    for node in find(ast.Attribute, cls):
         name = own_attribute(node)
         if name is None or not isinstance(node.ctx, ast.Store):
             continue
-        value = next((v for v, u in assigned_values(source, cls, name) if u is None), None)
+        value = next((v for v, u in assigned_values(cls, name) if u is None), None)
         if _is_root(value) and is_number(site, value):
             inverse = f"(1.0 / self.{name})" if divides else f"1.0 / self.{name}"
             found.append(f"self.{name}" if _is_reciprocal(value) != divides else inverse)
@@ -382,70 +394,68 @@ def _is_reciprocal(node: ast.expr) -> bool:
     return is_quotient or any(power < 0 for _, power in _exponents(node))
 
 
-def _replaced(source: Source, node: ast.expr, text: str) -> Edit:
+def _replaced(node: ast.expr, text: str) -> Edit:
     """Replace an expression and the parentheses around it."""
-    start, end = source.grouped(node)
-    above = source.parents[node]
+    above = parent_of(node)
     if is_product(above) and above.right is node and text.startswith("1.0 / "):
         text = f"({text})"
     operand = (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript)
-    if start == source.span(node)[0] and not isinstance(above, operand):
+    if grouped_span(node) == span(node) and not isinstance(above, operand):
         text = text[1:-1] if re.fullmatch(r"\([^()]*\)", text) else text
-    return Edit(source.file, start, end, text)
+    return Edit.replace_group(node, text)
 
 
-def _turned(source: Source, factor: Factor) -> Iterator[Edits]:
+def _turned(factor: Factor) -> Iterator[Edits]:
     """Divide instead of multiplying, or the other way round."""
     old, new, method = ("/", "*", "mul") if factor.divides else ("*", "/", "div")
     match factor.whole:
         case ast.BinOp(left, _, right) if factor.node is right:
-            start, end = source.grouped(left)[1], source.grouped(right)[0]
+            start, end = grouped_span(left)[1], grouped_span(right)[0]
         case ast.AugAssign(target, _, value):
-            start, end = source.span(target)[1], source.grouped(value)[0]
+            start, end = span(target)[1], grouped_span(value)[0]
         case ast.Call(ast.Attribute(attr=name) as func) if name.rstrip("_") in FACTORS:
-            end = source.span(func)[1]
-            inverse = f"{method}_" if name.endswith("_") else method
-            yield [Edit(source.file, end - len(name), end, inverse)]
+            yield [Edit.rename(func, f"{method}_" if name.endswith("_") else method)]
             return
         case _:
             return
-    yield [Edit(source.file, start, end, source.text[start:end].replace(old, new, 1))]
+    operator = source_of(factor.node).text[start:end]
+    yield [Edit.at(factor.node, start, end, operator.replace(old, new, 1))]
 
 
-def _without(source: Source, factor: Factor) -> Iterator[Edits]:
+def _without(factor: Factor) -> Iterator[Edits]:
     """Leave the factor out."""
     whole, rest = factor.whole, factor.rest
     if isinstance(whole, ast.AugAssign):
-        yield [source.remove(whole)]
+        yield [Edit.remove(whole)]
         return
     assert rest is not None
-    match source.parents[whole]:
+    match parent_of(whole):
         case ast.Expr() as statement:
-            yield [source.remove(statement)]
-        case ast.Assign([target]) as statement if source.code(target) == source.code(rest):
-            yield [source.remove(statement)]
+            yield [Edit.remove(statement)]
+        case ast.Assign([target]) as statement if code_of(target) == code_of(rest):
+            yield [Edit.remove(statement)]
         case ast.Assign() | ast.Return() | ast.AugAssign():
-            yield [source.replace(whole, source.code(rest))]
+            yield [Edit.replace(whole, code_of(rest))]
         case _:
-            yield [source.replace(whole, source.operand(rest))]
+            yield [Edit.replace(whole, operand_code(rest))]
 
 
 def _other_factor(site: Site, factor: Factor, change: float) -> Iterator[Edits]:
     """Scale k like q, or q like k, where only one has a factor."""
-    source, function = site.source, site.function
-    statement = source.parent(factor.node, ast.stmt)
+    function = site.function
+    statement = enclosing(factor.node, ast.stmt)
     if abs(change + 0.25) > 1e-3 or function is None or not isinstance(statement, ast.Assign):
         return
-    scaled = source.code(statement.targets[0])
+    scaled = code_of(statement.targets[0])
     for product in score_products(site):
         names = variables(product.node)
         if scaled in names:
-            operation = f"{'/' if factor.divides else '*'} {source.operand(factor.node)}"
-            for node in source.nodes(ast.Assign, function):
+            operation = f"{'/' if factor.divides else '*'} {operand_code(factor.node)}"
+            for node in find(ast.Assign, function):
                 other = node.targets[0]
                 if isinstance(other, ast.Name) and other.id in names - {scaled}:
-                    whole = source.operand if isinstance(node.value, ast.BinOp) else source.code
-                    yield [source.replace(node.value, f"{whole(node.value)} {operation}")]
+                    whole = operand_code if isinstance(node.value, ast.BinOp) else code_of
+                    yield [Edit.replace(node.value, f"{whole(node.value)} {operation}")]
 
 
 @fixes("no_attn_scale", "wrong_scale", "scale_by_d_model")
@@ -460,18 +470,15 @@ def scaled_scores(site: Site) -> Iterator[Edits]:
         sizes = _head_sizes(site, product.node)[:3]
         scales += [f"/ {_root(site, size, divides=True)}" for size in sizes]
         for scale in scales:
-            yield [_applied(site.source, product.node, scale)]
+            yield [_applied(product.node, scale)]
 
 
-def _applied(source: Source, node: ast.expr, operation: str) -> Edit:
+def _applied(node: ast.expr, operation: str) -> Edit:
     """Append an operation such as `/ scale` to an expression."""
-    start, end = source.grouped(node)
-    above = source.parents[node]
-    code = source.code(node)
-    if (start, end) != source.span(node):
+    above, code = parent_of(node), grouped_code(node)
+    if grouped_span(node) != span(node):
         if isinstance(above, ast.Attribute):
-            return source.replace(node, f"{code} {operation}")
-        code = source.text[start:end]
+            return Edit.replace(node, f"{code_of(node)} {operation}")
     elif isinstance(node, ast.BinOp):
         code = f"({code})"
     inner = isinstance(above, ast.Attribute) or (
@@ -479,4 +486,4 @@ def _applied(source: Source, node: ast.expr, operation: str) -> Edit:
         and above.right is node
     )  # fmt: skip
     text = f"{code} {operation}"
-    return Edit(source.file, start, end, f"({text})" if inner else text)
+    return Edit.replace_group(node, f"({text})" if inner else text)

@@ -12,16 +12,9 @@ import ast
 import contextlib
 from collections.abc import Iterator
 
-from compat.adaptation.repair.fixes import (
-    FIXES,
-    UNSAFE,
-    Edits,
-    Site,
-    edited,
-    fixes,
-    rewritten,
-)
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import FIXES, UNSAFE, Site, edited, fixes, rewritten
+from compat.adaptation.repair.source import enclosing, find, find_calls, source_of, span
 from compat.adaptation.repair.syntax import (
     called,
     constant,
@@ -57,8 +50,8 @@ HUGGING_FACE = {"n_embd", "n_head", "n_layer", "n_ctx"}
 def with_new_argument(site: Site) -> Iterator[Edits]:
     """Add the size as an argument, and then repair the model as if it had always been one."""
     role = NEEDED[site.finding.code]
-    for source, cls in _classes(site):
-        _, added = _size(site, source, cls, role) or ("", [])
+    for cls in _classes(site):
+        _, added = _size(site, cls, role) or ("", [])
         if added:
             changed = edited(site, added)
             for fix in FIXES[site.finding.code]:
@@ -67,18 +60,18 @@ def with_new_argument(site: Site) -> Iterator[Edits]:
                         yield from (rewritten(site, changed, edits) for edits in fix(changed))
 
 
-def _classes(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
+def _classes(site: Site) -> Iterator[ast.ClassDef]:
     """Yield the classes that may lack the size.
 
     A table of positions belongs to the class with the token embedding. Other sizes are lacking
     around the finding's lines, or in a class that is named there.
     """
     if NEEDED[site.finding.code] == "n_positions":
-        for source, cls in site.every(ast.ClassDef):
-            if source.calls("Embedding", within=cls):
-                yield source, cls
+        for cls in site.every(ast.ClassDef):
+            if find_calls("Embedding", within=cls):
+                yield cls
         return
-    near = [(each.source, each.cls) for each in site.everywhere if each.cls is not None]
+    near = [each.cls for each in site.everywhere if each.cls is not None]
     named = [each for call in site.calls for each in classes(site, called(call))]
     yield from dict.fromkeys([*near, *named])
 
@@ -86,34 +79,34 @@ def _classes(site: Site) -> Iterator[tuple[Source, ast.ClassDef]]:
 # Where the size is added.
 
 
-def _size(site: Site, source: Source, cls: ast.ClassDef, role: str) -> tuple[str, Edits] | None:
+def _size(site: Site, cls: ast.ClassDef, role: str) -> tuple[str, Edits] | None:
     """Return how a constructor can write a size, and the edits for that; None if it cannot."""
     init = constructor(cls)
     if init is not None:
-        if known := hyperparameters(site, source, init, role):
+        if known := hyperparameters(site, init, role):
             return known[0], []
         if init.args.vararg or init.args.kwarg:
             return None
-        if entry := _config_entry(site, source, init, role):
+        if entry := _config_entry(site, init, role):
             return entry
     callers = [
-        (other, call, above)
-        for other, call in calls_of(site, cls.name)
-        if (builder := other.parent(call, ast.FunctionDef)) is not None
+        (call, above)
+        for call in calls_of(site, cls.name)
+        if (builder := enclosing(call, ast.FunctionDef)) is not None
         and builder.name == "__init__"
-        and (above := other.parent(builder, ast.ClassDef)) not in (None, cls)
+        and (above := enclosing(builder, ast.ClassDef)) is not None and above is not cls
     ]  # fmt: skip
     if not callers:
-        return None if init is None else _optional_argument(site, source, init, role)
-    sizes = [_size(site, other, above, role) for other, _, above in callers if above is not None]
+        return None if init is None else _optional_argument(site, init, role)
+    sizes = [_size(site, above, role) for _, above in callers]
     written = [each for each in sizes if each is not None]
     if len(written) < len(callers):
         return None
     name = last_name(ast.parse(written[0][0], mode="eval").body)  # `emb_dim` of `cfg["emb_dim"]`
     edits = [edit for _, passed_on in written for edit in passed_on]
-    edits.append(_required_argument(source, cls, init, name))
-    for (other, call, _), (size, _) in zip(callers, written, strict=True):
-        edits.append(_passed(other, call, init, name, size))
+    edits.append(_required_argument(cls, init, name))
+    for (call, _), (size, _) in zip(callers, written, strict=True):
+        edits.append(_passed(call, init, name, size))
     return name, list(dict.fromkeys(edits))
 
 
@@ -123,13 +116,11 @@ def _new_name(role: str, known: set[str]) -> str:
     return hugging_face if known & HUGGING_FACE else other
 
 
-def _config_entry(
-    site: Site, source: Source, init: ast.FunctionDef, role: str
-) -> tuple[str, Edits] | None:
+def _config_entry(site: Site, init: ast.FunctionDef, role: str) -> tuple[str, Edits] | None:
     """Return a new entry of the config that a constructor takes: a field of its class, or a key."""
     names = [name for name in parameters(init) if name != "self"]
     reads = [
-        node for node in source.nodes(ast.expr, init)
+        node for node in find(ast.expr, init)
         if isinstance(node, (ast.Attribute, ast.Subscript))
         and name_of(node.value) in names and role_of(last_name(node))
     ]  # fmt: skip
@@ -139,59 +130,55 @@ def _config_entry(
     config = name_of(reads[0].value)
     new, value = _new_name(role, read), value_of(role, site.user_config)
     if isinstance(reads[0], ast.Attribute):
-        for other, cls in site.every(ast.ClassDef):
+        for cls in site.every(ast.ClassDef):
             fields = [node for node in cls.body if isinstance(node, (ast.AnnAssign, ast.Assign))]
             if len(read & {name_of(targets(node)[0]) for node in fields}) > 1:
                 typed = ": int" if isinstance(fields[-1], ast.AnnAssign) else ""
                 field = f"{new}{typed} = {value}"
-                return f"{config}.{new}", [other.insert_after(fields[-1], field)]
+                return f"{config}.{new}", [Edit.insert_after(fields[-1], field)]
         return None
     edits: Edits = []
-    for other, node in site.every(ast.Dict):
+    for node in site.every(ast.Dict):
         if len(read & {constant(key) for key in node.keys}) > 1:
             key, last = node.keys[-1], node.values[-1]
             if key is not None:
-                edits.append(_listed_after(other, key, last, f"{other.quoted(new)}: {value}"))
-    return (f"{config}[{source.quoted(new)}]", edits) if edits else None
+                quoted = source_of(node).quoted(new)
+                edits.append(_listed_after(key, last, f"{quoted}: {value}"))
+    return (f"{config}[{source_of(init).quoted(new)}]", edits) if edits else None
 
 
-def _listed_after(source: Source, first: ast.AST, last: ast.AST, text: str) -> Edit:
+def _listed_after(first: ast.AST, last: ast.AST, text: str) -> Edit:
     """Return one more item after an item of a list: on a line of its own if that one is."""
-    start, end = source.span(first)[0], source.span(last)[1]
-    line = source.text.rfind("\n", 0, start) + 1
-    indent = source.text[line:start]
+    (start, _), (_, end), whole = span(first), span(last), source_of(first).text
+    indent = whole[whole.rfind("\n", 0, start) + 1 : start]
     if indent.strip():
-        return Edit(source.file, end, end, f", {text}")
-    if source.text[end : end + 1] != ",":
-        return Edit(source.file, end, end, f",\n{indent}{text}")
-    following = source.text.find("\n", end)  # after the item's comment
-    return Edit(source.file, following, following, f"\n{indent}{text},")
+        return Edit.suffix(last, f", {text}")
+    if whole[end : end + 1] != ",":
+        return Edit.suffix(last, f",\n{indent}{text}")
+    line_end = whole.find("\n", end)  # after the item's comment
+    return Edit.at(last, line_end, line_end, f"\n{indent}{text},")
 
 
-def _optional_argument(
-    site: Site, source: Source, init: ast.FunctionDef, role: str
-) -> tuple[str, Edits]:
+def _optional_argument(site: Site, init: ast.FunctionDef, role: str) -> tuple[str, Edits]:
     """Return a last argument of the model's constructor, by default the checkpoint's size."""
     last = [*init.args.posonlyargs, *init.args.args][-1]
     name = _new_name(role, set(parameters(init)))
     value = value_of(role, site.user_config)
     text = f"{name}: int = {value}" if last.annotation else f"{name}={value}"
     end = default_of(init, last.arg) or last
-    return name, [_listed_after(source, last, end, text)]
+    return name, [_listed_after(last, end, text)]
 
 
-def _required_argument(
-    source: Source, cls: ast.ClassDef, init: ast.FunctionDef | None, name: str
-) -> Edit:
+def _required_argument(cls: ast.ClassDef, init: ast.FunctionDef | None, name: str) -> Edit:
     """Return an argument of a module's constructor after those without a default."""
     if init is None:
         first = cls.body[1] if ast.get_docstring(cls) is not None else cls.body[0]
-        return source.insert_before(
+        return Edit.insert_before(
             first, f"def __init__(self, {name}):", "    super().__init__()", ""
         )
     after = [*init.args.posonlyargs, *init.args.args][_place(init)]
-    typed = any(each.annotation for each in source.nodes(ast.arg, init.args))
-    return _listed_after(source, after, after, f"{name}: int" if typed else name)
+    typed = any(each.annotation for each in find(ast.arg, init.args))
+    return _listed_after(after, after, f"{name}: int" if typed else name)
 
 
 def _place(init: ast.FunctionDef | None) -> int:
@@ -201,15 +188,11 @@ def _place(init: ast.FunctionDef | None) -> int:
     return len(init.args.posonlyargs) + len(init.args.args) - len(init.args.defaults) - 1
 
 
-def _passed(
-    source: Source, call: ast.Call, init: ast.FunctionDef | None, name: str, size: str
-) -> Edit:
+def _passed(call: ast.Call, init: ast.FunctionDef | None, name: str, size: str) -> Edit:
     """Return a call of a module's class with one more argument."""
     place = _place(init)
     if len(call.args) > place:
-        start, _ = source.span(call.args[place])
-        return Edit(source.file, start, start, f"{size}, ")
+        return Edit.prefix(call.args[place], f"{size}, ")
     if len(call.args) == place and not call.keywords:
-        end = source.span(call)[1] - 1
-        return Edit(source.file, end, end, f", {size}" if call.args else size)
-    return source.set_keyword(call, name, size)
+        return Edit.last_argument(call, f", {size}" if call.args else size)
+    return Edit.set_keyword(call, name, size)

@@ -7,8 +7,17 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-from compat.adaptation.repair.fixes import Edits, Site, edited, fixes, rewritten
-from compat.adaptation.repair.source import Edit
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import Site, edited, fixes, rewritten
+from compat.adaptation.repair.source import (
+    code_around,
+    code_of,
+    enclosing,
+    find,
+    find_calls,
+    operand_code,
+    parent_of,
+)
 from compat.adaptation.repair.syntax import (
     argument,
     called,
@@ -39,18 +48,17 @@ DIMENSIONS = "softmax log_softmax Softmax sum max amax logsumexp cumsum".split()
 @fixes("scaled_probs")
 def scale_before_softmax(site: Site) -> Iterator[Edits]:
     """Multiply the scores and not the probabilities by a number, or neither of them."""
-    source = site.source
-    for scaled in source.nodes(ast.BinOp, site.statement):
+    for scaled in find(ast.BinOp, site.statement):
         if not isinstance(scaled.op, (ast.Mult, ast.Div)):
             continue
         sign = "/" if isinstance(scaled.op, ast.Div) else "*"
         sides = [(scaled.left, scaled.right)]
         sides += [(scaled.right, scaled.left)] if sign == "*" else []
         for probs, factor in sides:
-            alone = source.unwrap(scaled, probs)
+            alone = Edit.unwrap(scaled, probs)
             for _, scores in softmax_calls(site)[:2]:
-                moved = f"{source.operand(scores)} {sign} {source.operand(factor)}"
-                yield [*alone, source.replace(scores, moved)]
+                moved = f"{operand_code(scores)} {sign} {operand_code(factor)}"
+                yield [*alone, Edit.replace(scores, moved)]
             yield alone
 
 
@@ -58,25 +66,24 @@ def scale_before_softmax(site: Site) -> Iterator[Edits]:
 def usual_sum(site: Site) -> Iterator[Edits]:
     """Remove the 1 that is added to the sum of exponentials."""
     for place in site.everywhere:
-        for node in place.source.nodes(ast.BinOp, place.statement):
+        for node in find(ast.BinOp, place.statement):
             for part, other in sides(node):
                 if isinstance(node.op, ast.Add) and constant(other) == 1:
-                    yield place.source.unwrap(node, part)
+                    yield Edit.unwrap(node, part)
 
 
 @fixes("other_softmax")
 def softmax_of_scores(site: Site) -> Iterator[Edits]:
     """Compute a softmax where another function, or none, turns the scores into weights."""
-    source = site.source
     if "each score is" not in site.finding.values["found"]:
         return
     softmax, candidates = site.torch("torch.softmax"), []
     for call in site.calls:
         if called(call) in ACTIVATIONS and (scores := operand(site, call)) is not None:
-            candidates.append([source.replace(call, f"{softmax}({source.code(scores)}, dim=-1)")])
+            candidates.append([Edit.replace(call, f"{softmax}({code_of(scores)}, dim=-1)")])
     if name := variable(site.statement):
         line = f"{name} = {softmax}({name}, dim=-1)"
-        candidates.append([source.insert_after(site.statement, line)])
+        candidates.append([Edit.insert_after(site.statement, line)])
     yield from candidates
     for edits in candidates:  # a mask may multiply the other function's weights
         changed = edited(site, edits)
@@ -87,9 +94,8 @@ def softmax_of_scores(site: Site) -> Iterator[Edits]:
 @fixes("mask_after_softmax")
 def mask_before_softmax(site: Site) -> Iterator[Edits]:
     """Set the scores that a mask hides to -inf, and leave the probabilities alone."""
-    source = site.source
     for whole, kept, hidden in _late_masks(site):
-        own = whole if isinstance(whole, ast.stmt) else source.parent(whole, ast.stmt)
+        own = whole if isinstance(whole, ast.stmt) else enclosing(whole, ast.stmt)
         statement = own or site.statement
         for call, scores in softmax_calls(site)[:2]:
             yield from _moved_mask(site, statement, whole, kept, hidden, call, scores)
@@ -100,24 +106,23 @@ def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
 
     What `tril` hides is "".
     """
-    source = site.source
 
     def is_zero(mask: ast.expr) -> str:
         match mask:
             case ast.Call(
                 ast.Attribute(ast.Compare() as inner, "float" | "to" | "type_as" | "int")
             ):
-                return f"~{source.operand(inner)}"
-        return f"{source.operand(mask)} == 0"
+                return f"~{operand_code(inner)}"
+        return f"{operand_code(mask)} == 0"
 
     def negated(mask: ast.expr) -> str:
         match mask:
             case ast.UnaryOp(ast.Invert(), operand):
-                return source.code(operand)
+                return code_of(operand)
             case ast.Compare(left, [ast.Eq() | ast.NotEq()], [right]):
                 operator = "!=" if isinstance(mask.ops[0], ast.Eq) else "=="
-                return f"{source.code(left)} {operator} {source.code(right)}"
-        return f"~{source.operand(mask)}"
+                return f"{code_of(left)} {operator} {code_of(right)}"
+        return f"~{operand_code(mask)}"
 
     for node in [*ast.walk(site.statement), *ast.walk(site.function or site.statement)]:
         match node:
@@ -130,7 +135,7 @@ def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
                 every = operands(site, node)
                 match called(node).rstrip("_"), every:
                     case "masked_fill", [tensor, mask, *_]:
-                        yield node, tensor, source.code(mask)
+                        yield node, tensor, code_of(mask)
                     case "tril", [ast.Name() | ast.Call() as tensor, *_]:
                         yield node, tensor, ""
                     case "mul" | "multiply", [tensor, mask]:
@@ -139,7 +144,7 @@ def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
                         yield node, tensor, negated(mask)
                     case "where", [mask, shown, hidden]:
                         yield node, shown, negated(mask)
-                        yield node, hidden, source.code(mask)
+                        yield node, hidden, code_of(mask)
 
 
 def _moved_mask(
@@ -147,49 +152,45 @@ def _moved_mask(
     call: ast.Call, scores: ast.expr,
 ) -> Iterator[Edits]:  # fmt: skip
     """Yield a mask that hides `hidden`, moved from one statement to the scores of a softmax."""
-    source = site.source
-    softmax = source.parent(call, ast.stmt)
+    softmax = enclosing(call, ast.stmt)
     assert softmax is not None
     if softmax is statement and hidden:  # softmax(scores) * mask
-        start, end = source.grouped(whole)
         if scores in set(ast.walk(kept)):
-            text = with_mask(source, scores, hidden).join(source.around(kept, scores))
-            yield [Edit(source.file, start, end, text)]
+            text = with_mask(scores, hidden).join(code_around(kept, scores))
+            yield [Edit.replace_group(whole, text)]
         return
-    alone = isinstance(whole, ast.stmt) or isinstance(source.parents[whole], ast.Expr)
-    above = source.parents.get(whole)
+    alone = isinstance(whole, ast.stmt) or isinstance(parent_of(whole), ast.Expr)
+    above = parent_of(whole)
     if isinstance(above, ast.Assign):
-        alone = source.code(above.targets[0]) == source.code(kept)
-    start, end = source.span(whole) if isinstance(whole, ast.stmt) else source.grouped(whole)
-    removed = Edit(source.file, start, end, source.operand(kept))
-    removed = source.remove(statement) if alone else removed
+        alone = code_of(above.targets[0]) == code_of(kept)
+    if alone:
+        removed = Edit.remove(statement)
+    else:
+        removed = Edit.replace_group(whole, operand_code(kept))
     late = {
-        node.id for node in source.nodes(ast.Name, site.function)
+        node.id for node in find(ast.Name, site.region)
         if isinstance(node.ctx, ast.Store) and softmax.lineno < node.lineno < statement.lineno
     } & set(re.findall(r"\w+", hidden))  # fmt: skip
     name, before, edits = named_scores(site, scores)
     if not hidden:  # the probabilities pass through tril
         hidden = f"{bool_like(site, name)}.triu(1)"
-    line = mask_line(source, name, hidden)
+    line = mask_line(site.source, name, hidden)
     if not late:
-        yield [*edits, source.insert_before(softmax, *before, line), removed]
+        yield [*edits, Edit.insert_before(softmax, *before, line), removed]
     elif alone:  # the mask is created between the two
         if isinstance(scores, ast.Name):
-            lines = [line, source.code(softmax)]
+            lines = [line, code_of(softmax)]
         else:
-            lines = [with_mask(source, scores, hidden).join(source.around(softmax, scores))]
-        yield [source.remove(softmax), source.insert_before(statement, *lines), removed]
+            lines = [with_mask(scores, hidden).join(code_around(softmax, scores))]
+        yield [Edit.remove(softmax), Edit.insert_before(statement, *lines), removed]
 
 
 @fixes("softmax_dim")
 def softmax_over_keys(site: Site) -> Iterator[Edits]:
     """Compute the softmax over the last dimension."""
-    source = site.source
     for scope in site.scopes:
-        calls = source.calls(*DIMENSIONS, within=scope)
-        calls += [
-            c for c in source.nodes(ast.Call, scope) if is_softmax(site, c) and c not in calls
-        ]
+        calls = find_calls(*DIMENSIONS, within=scope)
+        calls += [c for c in find(ast.Call, scope) if is_softmax(site, c) and c not in calls]
         changes = {call: edits for call in calls if (edits := _last_dimension(site, call))}
         ours = [edits for call, edits in changes.items() if "softmax" not in called(call).lower()]
         if len(ours) > 1:  # a softmax that is written out
@@ -199,16 +200,16 @@ def softmax_over_keys(site: Site) -> Iterator[Edits]:
 
 def _last_dimension(site: Site, call: ast.Call) -> Edits:
     """Return a call that reduces the last dimension, if it does not yet."""
-    source, name = site.source, called(call)
+    name = called(call)
     place = 0 if name == "Softmax" or is_method(site, call) else 1
     present = argument(call, place, "dim") or argument(call, 9, "axis")
     if present is None:
-        return [source.set_keyword(call, "dim", "-1")] if "softmax" in name.lower() else []
+        return [Edit.set_keyword(call, "dim", "-1")] if "softmax" in name.lower() else []
     if isinstance(present, (ast.Name, ast.Attribute)):
         value = definition(site, present)
         if value is not None and is_integer(value):
-            return [source.replace(value, "-1")]
-        for other, value in settings(site, name_of(present)):
-            if is_integer(value) and other.code(value) != "-1":
-                return [other.replace(value, "-1")]
-    return [] if source.code(present) == "-1" else [source.replace(present, "-1")]
+            return [Edit.replace(value, "-1")]
+        for value in settings(site, name_of(present)):
+            if is_integer(value) and code_of(value) != "-1":
+                return [Edit.replace(value, "-1")]
+    return [] if code_of(present) == "-1" else [Edit.replace(present, "-1")]

@@ -7,8 +7,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from compat.adaptation.repair.fixes import Edits, Site
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.fixes import Site
+from compat.adaptation.repair.source import (
+    Source,
+    code_of,
+    enclosing,
+    find,
+    find_calls,
+    operand_code,
+    source_of,
+    span,
+)
 from compat.adaptation.repair.syntax import (
     assigned,
     assigns,
@@ -48,10 +58,10 @@ class Product:
     subscripts: str = ""
 
 
-def products(source: Source, within: ast.AST) -> list[Product]:
+def products(within: ast.AST) -> list[Product]:
     """Return the products of tensors in the order in which they are computed."""
     found = []
-    for node in source.nodes(ast.expr, within):
+    for node in find(ast.expr, within):
         match node:
             case ast.BinOp(left, ast.MatMult(), right):
                 found.append(Product(node, left, right))
@@ -63,14 +73,14 @@ def products(source: Source, within: ast.AST) -> list[Product]:
             case ast.Call(_, [left, right]) | ast.Call(ast.Attribute(left), [right]):
                 if called(node) in ("matmul", "bmm", "mm"):
                     found.append(Product(node, left, right))
-    return sorted(found, key=lambda product: source.span(product.node)[1])
+    return sorted(found, key=lambda product: span(product.node)[1])
 
 
 def score_products(site: Site) -> list[Product]:
     """Return the products that may compute the scores, those of the finding's line first."""
     assert site.function is not None
     found = [
-        product for product in products(site.source, site.function)
+        product for product in products(site.function)
         if not any(_is_own(operand) for operand in (product.left, product.right))
     ]  # fmt: skip
     inside = set(ast.walk(site.statement))
@@ -84,12 +94,10 @@ def _is_own(node: ast.expr) -> bool:
     return own_attribute(node) is not None
 
 
-def assigned_values(
-    source: Source, within: ast.AST, name: str
-) -> list[tuple[ast.expr, ast.expr | None]]:
+def assigned_values(within: ast.AST, name: str) -> list[tuple[ast.expr, ast.expr | None]]:
     """Yield values assigned to a variable or attribute, with the tuple of an unpacking."""
     found: list[tuple[ast.expr, ast.expr | None]] = []
-    for node in source.nodes(ast.stmt, within):
+    for node in find(ast.stmt, within):
         for target, value in assigned(node):
             if isinstance(target, ast.Tuple) and any(assigns(each, name) for each in target.elts):
                 found.append((value, target))
@@ -103,22 +111,21 @@ def definition(site: Site, node: ast.expr) -> ast.expr | None:
 
     What an attribute is replaced by that contains it, as by `compile(self.model)`, is left out.
     """
-    source = site.source
     scope: ast.AST | None = None
     if name := own_attribute(node):
-        scope = source.parent(node, ast.ClassDef) or site.cls
+        scope = enclosing(node, ast.ClassDef) or site.cls
     elif isinstance(node, ast.Name):
-        name, scope = node.id, source.parent(node, ast.FunctionDef) or source.tree
+        name, scope = node.id, enclosing(node, ast.FunctionDef) or site.tree
     if name is None or scope is None:
         return None
     held = own_attribute(node) or ...
     found = [
-        value for value, unpacked in assigned_values(source, scope, name) if unpacked is None
+        value for value, unpacked in assigned_values(scope, name) if unpacked is None
         and not any(inner is node or own_attribute(inner) == held for inner in ast.walk(value))
         and (isinstance(node, ast.Attribute) or value.lineno <= node.lineno)
     ]  # fmt: skip
     if not found and isinstance(scope, ast.FunctionDef) and name not in parameters(scope):
-        pairs = (pair for statement in source.tree.body for pair in assigned(statement))
+        pairs = (pair for statement in site.tree.body for pair in assigned(statement))
         found = [value for target, value in pairs if assigns(target, name)]
     return found[-1] if found else None
 
@@ -151,20 +158,20 @@ def _is_number_by_name(site: Site, node: ast.Name | ast.Attribute, depth: int) -
         return is_number(site, value, depth - 1)
     if isinstance(node, ast.Attribute):
         return not is_self(node) and node.attr not in ("T", "mT", "mH", "weight", "bias")
-    scope = site.source.parent(node, ast.FunctionDef)
+    scope = enclosing(node, ast.FunctionDef)
     if scope is None:
         return False
     if node.id in parameters(scope):
         numeric = re.search(r"scal|factor|temp|norm|dim|size|width", node.id)
         return scope.name == "__init__" or bool(numeric or HEAD_SIZE.match(node.id))
-    every = site.source.nodes(ast.Assign, scope)
+    every = find(ast.Assign, scope)
     return any(node.id in unpacked_sizes(statement) for statement in every)
 
 
 def size_of(site: Site, name: str, axis: int) -> str:
     """Return a size of a tensor, written as elsewhere in the file."""
-    calls = sum(called(call) == "size" for call in site.source.nodes(ast.Call))
-    shapes = sum(node.attr == "shape" for node in site.source.nodes(ast.Attribute))
+    calls = len(find_calls("size", within=site.tree))
+    shapes = sum(node.attr == "shape" for node in find(ast.Attribute, site.tree))
     return f"{name}.size({axis})" if calls > shapes else f"{name}.shape[{axis}]"
 
 
@@ -179,17 +186,17 @@ def minus_inf(source: Source) -> str:
 def softmax_calls(site: Site) -> list[tuple[ast.Call, ast.expr]]:
     """Return the calls that compute the probabilities, with the scores."""
     assert site.function is not None
-    source, inside = site.source, site.function
+    inside = site.function
     if "softmax" in site.function.name:  # a function of the user's
-        calls = source.calls(site.function.name)
+        calls = find_calls(site.function.name, within=site.tree)
     else:
-        calls = [c for c in source.nodes(ast.Call, inside) if is_softmax(site, c)]
+        calls = [c for c in find(ast.Call, inside) if is_softmax(site, c)]
     at = set(ast.walk(site.statement))
     calls.sort(key=lambda call: (call not in at, call.lineno < site.line))
     found = [(call, scores) for call in calls if (scores := operand(site, call)) is not None]
     if found:
         return found
-    written_out = source.calls("exp", within=inside)
+    written_out = find_calls("exp", within=inside)
     return [(call, scores) for call in written_out if (scores := operand(site, call)) is not None]
 
 
@@ -221,18 +228,18 @@ def is_softmax(site: Site, call: ast.Call) -> bool:
 
 def named_scores(site: Site, scores: ast.expr) -> tuple[str, list[str], list[Edit]]:
     """Return a variable for a softmax's argument, and what assigns it if it is an expression."""
-    source, inner = site.source, scores
+    inner = scores
     while isinstance(inner, ast.BinOp) and not isinstance(inner.op, ast.MatMult):
         inner = inner.left
     if isinstance(inner, ast.Name):
         return inner.id, [], []
     name = site.new_name("scores", "att", "attn_scores", "logits")
-    return name, [f"{name} = {source.code(scores)}"], [source.replace(scores, name)]
+    return name, [f"{name} = {code_of(scores)}"], [Edit.replace(scores, name)]
 
 
-def with_mask(source: Source, scores: ast.expr, hidden: str) -> str:
+def with_mask(scores: ast.expr, hidden: str) -> str:
     """Return scores with a mask, as an expression."""
-    return f"{source.operand(scores)}.masked_fill({hidden}, {minus_inf(source)})"
+    return f"{operand_code(scores)}.masked_fill({hidden}, {minus_inf(source_of(scores))})"
 
 
 def mask_line(source: Source, scores: str, hidden: str) -> str:
@@ -248,13 +255,13 @@ def bool_like(site: Site, tensor: str, fill: str = "ones") -> str:
 # What several parts of attention share.
 
 
-def is_cached(source: Source, function: ast.AST | None) -> bool:
+def is_cached(function: ast.AST | None) -> bool:
     """Return whether a function may have more keys than queries, because it has a KV cache."""
     if not isinstance(function, ast.FunctionDef):
         return False
-    names = [node.id for node in source.nodes(ast.Name, function)]
+    names = [node.id for node in find(ast.Name, function)]
     names += parameters(function)
-    joined = source.calls("cat", "concat", "update", within=function)
+    joined = find_calls("cat", "concat", "update", within=function)
     return bool(joined) or any(re.search(r"cache|past", name) for name in names)
 
 
@@ -270,11 +277,11 @@ def flipped_flags(site: Site) -> Iterator[Edits]:
     """Change a flag that switches a part of attention off."""
     assert site.function is not None
     tests = [n.test for n in ast.walk(site.function) if isinstance(n, (ast.If, ast.IfExp))]
-    if not is_cached(site.source, site.function):
+    if not is_cached(site.function):
         tests += [k.value for call in site.calls for k in call.keywords]
     names = [name for test in tests for node in ast.walk(test) if (name := name_of(node))]
-    names += [name_of(value) for name in dict.fromkeys(names) for _, value in settings(site, name)]
+    names += [name_of(value) for name in dict.fromkeys(names) for value in settings(site, name)]
     for name in dict.fromkeys(filter(None, names)):
-        for source, value in settings(site, name):
+        for value in settings(site, name):
             if isinstance(value, ast.Constant) and isinstance(value.value, bool):
-                yield [source.replace(value, str(not value.value))]
+                yield [Edit.replace(value, str(not value.value))]

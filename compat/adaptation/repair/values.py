@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site
-from compat.adaptation.repair.source import Edit, Source
+from compat.adaptation.repair.source import (
+    ancestors,
+    code_of,
+    enclosing,
+    find,
+    grouped_span,
+    parent_of,
+    source_of,
+    span,
+)
 from compat.adaptation.repair.syntax import (
     argument,
     assigned,
@@ -29,48 +38,36 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 DEPTH = 8  # how many names a value is followed through
 
 
-class Written(NamedTuple):
-    """An expression and the file that it is in."""
-
-    source: Source
-    node: ast.expr
-
-
 def numeral(value: float) -> str:
     """Return a number as people write it: `1e-5`, not `1e-05`."""
     digits, exponent, power = f"{value:g}".partition("e")
     return f"{digits}e{int(power)}" if exponent else digits
 
 
-def origins(site: Site, source: Source, node: ast.expr) -> list[Written]:
+def origins(site: Site, node: ast.expr) -> list[ast.expr]:
     """Return the literals that an expression gets its value from, the most specific first."""
-    return [each for each in chain(site, source, node) if constant(each.node) is not ...]
+    return [each for each in chain(site, node) if constant(each) is not ...]
 
 
-def chain(site: Site, source: Source, node: ast.expr) -> list[Written]:
+def chain(site: Site, node: ast.expr) -> list[ast.expr]:
     """Return an expression and those that it gets its value from, through names and arguments."""
-    found: dict[ast.expr, Written] = {}
-    level = [Written(source, node)]
+    found: dict[ast.expr, None] = {}
+    level = [node]
     for _ in range(DEPTH):
-        following: list[Written] = []
-        for each in level:
-            if each.node not in found:
-                found[each.node] = each
-                if constant(each.node) is ...:
-                    following += _before(site, each)
-        level = following
-    return list(found.values())
+        new = [each for each in dict.fromkeys(level) if each not in found]
+        found |= dict.fromkeys(new)
+        level = [other for each in new if constant(each) is ... for other in _before(site, each)]
+    return list(found)
 
 
-def _before(site: Site, written: Written) -> Iterator[Written]:
+def _before(site: Site, node: ast.expr) -> Iterator[ast.expr]:
     """Yield the expressions that an expression may get its value from directly."""
-    source, node = written
     if isinstance(node, ast.Name):
-        yield from _of_name(site, source, node)
+        yield from _of_name(site, node)
     elif isinstance(node, ast.Attribute):
-        cls = source.parent(node, ast.ClassDef)
+        cls = enclosing(node, ast.ClassDef)
         if is_self(node) and cls is not None:
-            yield from _of_attribute(site, source, cls, node.attr)
+            yield from _of_attribute(site, cls, node.attr)
         else:
             yield from entries(site, node.attr)
     elif isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
@@ -80,166 +77,162 @@ def _before(site: Site, written: Written) -> Iterator[Written]:
         key, default = {"get": (0, 1), "getattr": (1, 2)}.get(name, (99, 99))
         if len(node.args) > key and isinstance(constant(node.args[key]), str):
             yield from entries(site, str(constant(node.args[key])))
-            yield from (Written(source, each) for each in node.args[default : default + 1])
+            yield from node.args[default : default + 1]
         elif name in ("bool", "float", "int"):
-            yield from (Written(source, each) for each in node.args[:1])
+            yield from node.args[:1]
 
 
-def _of_name(site: Site, source: Source, node: ast.Name) -> Iterator[Written]:
+def _of_name(site: Site, node: ast.Name) -> Iterator[ast.expr]:
     """Yield the values assigned to a name in its function, its argument's, or else the file's."""
-    for scope in source.ancestors(node):
+    for scope in ancestors(node):
         if not isinstance(scope, FUNCTIONS):
             continue
         assigned = list(assignments(scope, node.id))
-        yield from (Written(source, value) for value in assigned)
+        yield from assigned
         if node.id in parameters(scope):
             if not isinstance(scope, ast.Lambda):
-                yield from passed(site, source, scope, node.id)
+                yield from passed(site, scope, node.id)
             default = default_of(scope, node.id)
             if default is not None:
-                yield Written(source, default)
+                yield default
             return
         if assigned:
             return
-    for each in site.sources.values():
-        for statement in each.tree.body:
-            yield from (Written(each, v) for v in assignments(statement, node.id, deep=False))
+    for source in site.sources.values():
+        for statement in source.tree.body:
+            yield from assignments(statement, node.id, deep=False)
 
 
-def _of_attribute(site: Site, source: Source, cls: ast.ClassDef, name: str) -> Iterator[Written]:
+def _of_attribute(site: Site, cls: ast.ClassDef, name: str) -> Iterator[ast.expr]:
     """Yield the values of `self.name` in a class, or else in its bases."""
-    own = [Written(source, value) for value in self_assignments(cls, name)]
-    for statement in cls.body:
-        own += [Written(source, v) for v in assignments(statement, name, deep=False)]
+    own = [*self_assignments(cls, name), *_fields(cls, name)]
     yield from own
     if not own:
         for base in cls.bases:
-            for other, found in classes(site, base.id if isinstance(base, ast.Name) else ""):
-                yield from _of_attribute(site, other, found, name)
+            for found in classes(site, base.id if isinstance(base, ast.Name) else ""):
+                yield from _of_attribute(site, found, name)
 
 
-def entries(site: Site, name: str) -> Iterator[Written]:
+def _fields(cls: ast.ClassDef, name: str) -> Iterator[ast.expr]:
+    """Yield the values of a field of a class."""
+    return (value for each in cls.body for value in assignments(each, name, deep=False))
+
+
+def entries(site: Site, name: str) -> Iterator[ast.expr]:
     """Yield the values of a config's entry: a field, a key, a keyword, or a module's variable."""
     for source in site.sources.values():
         for statement in source.tree.body:
-            yield from (Written(source, v) for v in assignments(statement, name, deep=False))
+            yield from assignments(statement, name, deep=False)
         for node in source.all_nodes:
-            if isinstance(node, ast.ClassDef):
-                for statement in node.body:
-                    found = list(assignments(statement, name, deep=False))
-                    yield from (Written(source, value) for value in found)
-                yield from (Written(source, value) for value in self_assignments(node, name))
-            elif isinstance(node, ast.Dict):
-                for key, value in zip(node.keys, node.values, strict=True):
-                    if constant(key) == name:
-                        yield Written(source, value)
-            elif isinstance(node, ast.Call):
-                keywords = {
-                    keyword.arg: Written(source, keyword.value) for keyword in node.keywords
-                }
-                yield from (keywords[key] for key in [name] if key in keywords)
-                is_option = called(node) == "add_argument" and "default" in keywords
-                if is_option and f"--{name}" in map(constant, node.args):
-                    yield keywords["default"]
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-                if constant(node.targets[0].slice) == name:
-                    yield Written(source, node.value)
+            match node:
+                case ast.ClassDef():
+                    yield from _fields(node, name)
+                    yield from self_assignments(node, name)
+                case ast.Dict():
+                    yield from entry_of(node, name)
+                case ast.Call():
+                    keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+                    if name in keywords:
+                        yield keywords[name]
+                    is_option = called(node) == "add_argument" and "default" in keywords
+                    if is_option and f"--{name}" in map(constant, node.args):
+                        yield keywords["default"]
+                case ast.Assign([ast.Subscript(_, key), *_], value) if constant(key) == name:
+                    yield value
 
 
-def classes(site: Site, name: str) -> Iterator[tuple[Source, ast.ClassDef]]:
+def entry_of(node: ast.Dict, name: str) -> Iterator[ast.expr]:
+    """Yield the value of a key in a dictionary."""
+    pairs = zip(node.keys, node.values, strict=True)
+    return (value for key, value in pairs if constant(key) == name)
+
+
+def classes(site: Site, name: str) -> Iterator[ast.ClassDef]:
     """Yield the classes of a name."""
-    return ((source, cls) for source, cls in site.every(ast.ClassDef) if cls.name == name)
+    return (cls for cls in site.every(ast.ClassDef) if cls.name == name)
 
 
-def calls_of(site: Site, *names: str) -> Iterator[tuple[Source, ast.Call]]:
+def calls_of(site: Site, *names: str) -> Iterator[ast.Call]:
     """Yield the calls of functions or classes of these names."""
-    return ((source, call) for source in site.sources.values() for call in source.calls(*names))
+    return (call for call in site.every(ast.Call) if called(call) in names)
 
 
 def functions(site: Site, name: str) -> list[ast.FunctionDef]:
     """Return the functions and methods of a name."""
-    return [function for _, function in site.every(ast.FunctionDef) if function.name == name]
+    return [function for function in site.every(ast.FunctionDef) if function.name == name]
 
 
-def constructions(site: Site) -> list[tuple[Source, ast.Call]]:
+def constructions(site: Site) -> list[ast.Call]:
     """Return the calls of the finding's statement, and those that build what it calls."""
     built = [
         value
         for call in site.calls if is_self(call.func) and site.cls is not None
         for value in self_assignments(site.cls, call.func.attr) if isinstance(value, ast.Call)
     ]  # fmt: skip
-    return [(site.source, call) for call in [*site.calls, *built]]
+    return [*site.calls, *built]
 
 
-def settings(site: Site, name: str) -> Iterator[tuple[Source, ast.expr]]:
+def settings(site: Site, name: str) -> Iterator[ast.expr]:
     """Yield a name's values in the user's files: keywords, then defaults and assignments."""
     for source in site.sources.values():
         for node in source.all_nodes:
             if isinstance(node, ast.keyword) and node.arg == name:
-                yield source, node.value
+                yield node.value
         for node in source.all_nodes:
             if isinstance(node, ast.FunctionDef):
                 default = default_of(node, name)
                 if default is not None:
-                    yield source, default
+                    yield default
             elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
                 if any(assigns(target, name) for target in targets(node)):
-                    yield source, node.value
+                    yield node.value
             elif isinstance(node, ast.Dict):
-                for key, value in zip(node.keys, node.values, strict=True):
-                    if isinstance(key, ast.Constant) and key.value == name:
-                        yield source, value
+                yield from entry_of(node, name)
 
 
 def passed(
-    site: Site, source: Source, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str
-) -> Iterator[Written]:
+    site: Site, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str
+) -> Iterator[ast.expr]:
     """Yield what calls of a function, or of the class that it constructs, pass as an argument."""
-    cls = source.parents.get(function)
+    cls = parent_of(function)
     is_method = isinstance(cls, ast.ClassDef)
-    names = parameters(function)
-    place = names.index(name) - is_method
+    place = parameters(function).index(name) - is_method
     target = function.name
     if isinstance(cls, ast.ClassDef) and function.name == "__init__":
         target = cls.name
-    for other, call in calls_of(site, target):
+    for call in calls_of(site, target):
         found = argument(call, place, name)
         if found is not None:
-            yield Written(other, found)
+            yield found
 
 
-def attempts(site: Site, edits: list[Edit]) -> Iterator[list[Edit]]:
+def attempts(site: Site, edits: Edits) -> Iterator[Edits]:
     """Yield edits that may belong together: the finding's statement's, then all, then each."""
     edits = list(dict.fromkeys(edits))
-    start, end = site.source.span(site.statement)
+    start, end = span(site.statement)
     near = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
     if site.function is not None:
-        start, end = site.source.span(site.function)
+        start, end = span(site.function)
     around = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
     yield from (group for group in (near, around, edits) if group)
     yield from ([edit] for edit in edits)
 
 
-def plus(source: Source, node: ast.expr, text: str) -> Edit:
+def plus(node: ast.expr, text: str) -> Edit:
     """Add a term to an expression, in parentheses where the code around it needs them."""
-    return source.replace(node, with_term(source, node, text, source.parents.get(node)))
-
-
-def with_term(source: Source, node: ast.expr, text: str, above: ast.AST | None) -> str:
-    """Return the code of an expression with a term added."""
-    total = f"{source.code(node)} + {text}"
+    above, total = parent_of(node), f"{code_of(node)} + {text}"
     binds = isinstance(above, (ast.Attribute, ast.Subscript, ast.UnaryOp)) or (
         isinstance(above, ast.BinOp) and not isinstance(above.op, ast.Add)
     )
-    return f"({total})" if binds and source.grouped(node) == source.span(node) else total
+    bare = grouped_span(node) == span(node)
+    return Edit.replace(node, f"({total})" if binds and bare else total)
 
 
-def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str) -> list[str]:
+def hyperparameters(site: Site, init: ast.FunctionDef, role: str) -> list[str]:
     """Return how a constructor can write a size of the model: an argument, or an entry of a config.
 
     Args:
         site: the finding.
-        source: the file of the constructor.
         init: the constructor.
         role: see `compat.user_models.synonyms`.
     """
@@ -248,32 +241,32 @@ def hyperparameters(site: Site, source: Source, init: ast.FunctionDef, role: str
     entries = [each for each in _entry_names(site) if role_of(each) == role]
     for name in names:
         reads = [
-            node for node in source.nodes(ast.expr, init)
+            node for node in find(ast.expr, init)
             if isinstance(node, (ast.Attribute, ast.Subscript)) and name_of(node.value) == name
         ]  # fmt: skip
-        found += [source.code(node) for node in reads if role_of(last_name(node)) == role]
+        found += [code_of(node) for node in reads if role_of(last_name(node)) == role]
         if any(isinstance(node, ast.Attribute) for node in reads):
             found += [f"{name}.{entry}" for entry in entries]
         elif reads:
-            found += [f"{name}[{source.quoted(entry)}]" for entry in entries]
+            found += [f"{name}[{source_of(init).quoted(entry)}]" for entry in entries]
     module = [target.id for each in site.sources.values() for node in each.tree.body
               for target, _ in assigned(node) if isinstance(target, ast.Name)]  # fmt: skip
     found += [name for name in module if role_of(name) == role]
     return list(dict.fromkeys(found))
 
 
-def hyperparameters_at(site: Site, source: Source, node: ast.AST, role: str) -> list[str]:
+def hyperparameters_at(site: Site, node: ast.AST, role: str) -> list[str]:
     """Return how code in a constructor can write a size; nothing for code elsewhere."""
-    function = source.parent(node, ast.FunctionDef)
+    function = enclosing(node, ast.FunctionDef)
     if function is None or function.name != "__init__":
         return []
-    return hyperparameters(site, source, function, role)
+    return hyperparameters(site, function, role)
 
 
 def _entry_names(site: Site) -> list[str]:
     """Return the names of the entries of configs: fields of classes, keys, and what code reads."""
     found: list[str] = []
-    for _, node in site.every(ast.AST):
+    for node in site.every(ast.AST):
         match node:
             case ast.ClassDef():
                 fields = [target for each in node.body for target in targets(each)]
