@@ -10,6 +10,7 @@ from itertools import islice, pairwise
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, fixes
 from compat.adaptation.repair.formulas import formulas, inputs, only, unused
+from compat.adaptation.repair.held import unread
 from compat.adaptation.repair.source import (
     code_around,
     code_of,
@@ -59,7 +60,7 @@ STRINGS = ("gelu_new", "gelu_pytorch_tanh", "gelu_tanh", "tanh_gelu", "new_gelu"
 @fixes("other_activation")
 def earlier_activation(site: Site) -> Iterator[Edits]:
     """Apply an activation before the second projection of the MLP instead of after it."""
-    values, statement = site.finding.values, site.statement
+    values, statement = site.values, site.statement
     if not values.get("after"):
         return
     if not values["moved"]:  # there is one before it as well
@@ -78,7 +79,7 @@ def earlier_activation(site: Site) -> Iterator[Edits]:
         without = only(node, inner)
         dropped = unused(site, [node.func]) if isinstance(node, ast.Call) else []
         for place in site.everywhere[::-1]:
-            if place.function is site.function:  # it can be called there as it was
+            if place.function_or_none is site.function_or_none:  # it can be called there as it was
                 code = code_around(node, inner)
                 yield from ([*without, *edits] for edits in _on_operand(place, node, *code))
             if values["expected"] in TORCH:
@@ -145,7 +146,7 @@ def _on_operand(place: Site, activation: ast.expr, before: str, after: str) -> I
 @fixes(*CODES)
 def activation_by_name(site: Site) -> Iterator[Edits]:
     """Replace the name of an activation by that of the tanh approximation of GELU."""
-    if site.finding.values["expected"] != "gelu_new":
+    if site.values["expected"] != "gelu_new":
         return
     for source in site.ordered:
         strings = {n: n.value for n in find(ast.Constant, source.tree) if isinstance(n.value, str)}
@@ -170,7 +171,7 @@ def activation_by_name(site: Site) -> Iterator[Edits]:
 @fixes(*CODES)
 def replaced_activation(site: Site) -> Iterator[Edits]:
     """Replace a module or function of torch by the checkpoint's activation."""
-    if site.finding.values["expected"] in TORCH:
+    if site.values["expected"] in TORCH:
         mentions = islice(_mentions(site, _names(site)), 6)
         yield from (_replaced(site, node) for node in mentions)
 
@@ -226,21 +227,22 @@ def encoder_activation(site: Site) -> Iterator[Edits]:
 @fixes(*CODES)
 def replaced_own_activation(site: Site) -> Iterator[Edits]:
     """Replace the user's class or function of another activation where it is used."""
-    if site.finding.values["expected"] not in TORCH or site.function is None:
+    if site.values["expected"] not in TORCH:
         return
-    owner = site.cls or site.function
+    function, cls = site.function, site.cls_or_none
+    owner = cls or function
     if re.search(r"gelu", owner.name, re.I) and not re.search(r"quick|erf", owner.name, re.I):
         return
-    if site.cls is not None and find_calls("Linear", within=owner):
+    if cls is not None and find_calls("Linear", within=cls):
         return
     for node in islice(_mentions(site, {_plain(owner.name)}), 2):
-        yield _replaced(site, node, module=site.cls is not None)
+        yield _replaced(site, node, module=cls is not None)
 
 
 @fixes(*CODES)
 def replaced_formula(site: Site) -> Iterator[Edits]:
     """Replace a formula, written in one statement or in several, by the function of torch."""
-    if site.finding.values["expected"] not in TORCH:
+    if site.values["expected"] not in TORCH:
         return
     yield from reversed(list(_chains(site)))
     for formula in formulas(site, site.statement):
@@ -248,7 +250,7 @@ def replaced_formula(site: Site) -> Iterator[Edits]:
         tensors = [o for o in operands if not isinstance(o, ast.Attribute)] or operands
         if len(tensors) == 1:
             new = _function(site, code_of(tensors[0]))
-            yield [Edit.replace(formula, _stored(site, formula, tensors[0], new))]
+            yield [Edit.replace(formula, _stored(formula, tensors[0], new))]
     statement = site.statement
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
         name = statement.target.id
@@ -258,7 +260,7 @@ def replaced_formula(site: Site) -> Iterator[Edits]:
 @fixes(*CODES)
 def replaced_attribute(site: Site) -> Iterator[Edits]:
     """Replace whatever the constructor assigns to the attribute that is called on the line."""
-    if site.cls is None or site.finding.values["expected"] not in TORCH:
+    if site.values["expected"] not in TORCH:
         return
     names = {c.func.attr for c in site.calls if isinstance(c.func, ast.Attribute)}
     for node in find(ast.Assign, site.cls):
@@ -271,7 +273,7 @@ def replaced_attribute(site: Site) -> Iterator[Edits]:
 @fixes("other_activation")
 def added_activation(site: Site) -> Iterator[Edits]:
     """Call the activation between the two projections where there is none."""
-    values = site.finding.values
+    values = site.values
     if values["found"] != "identity" or values["expected"] not in TORCH:
         return
     yield from _inserted(site)
@@ -288,7 +290,8 @@ def _between_items(site: Site) -> Iterator[Edits]:
 
 def _inserted(site: Site) -> Iterator[Edits]:
     """Apply an activation to the argument of a projection on the finding's line."""
-    unused = _unused_module(site)
+    modules = unread(site.cls) if site.cls_or_none else []
+    unused = next((e.name for e in modules if "gelu" in called(e.built).lower()), "")
     for call in site.calls:
         if len(call.args) != 1 or isinstance(call.args[0], ast.Starred):
             continue
@@ -299,18 +302,6 @@ def _inserted(site: Site) -> Iterator[Edits]:
             yield [Edit.insert_before(site.statement, f"{tensor} = {new}")]
         else:
             yield [Edit.replace(call.args[0], new)]
-
-
-def _unused_module(site: Site) -> str | None:
-    """Return the attribute of the class that holds an activation and is not used."""
-    cls = site.cls
-    for node in find(ast.Assign, cls) if cls is not None else ():
-        match node:
-            case ast.Assign([ast.Attribute(attr=name), *_], ast.Call() as built):
-                mentions = [a for a in find(ast.Attribute, cls or site.tree) if a.attr == name]
-                if "gelu" in called(built).lower() and len(mentions) == 1:
-                    return name
-    return None
 
 
 def _chains(site: Site) -> Iterator[Edits]:
@@ -340,7 +331,7 @@ def _chains(site: Site) -> Iterator[Edits]:
 
 def _names(site: Site) -> set[str]:
     """Return the names of the found activation, in lower case and without underscores."""
-    found = _plain(str(site.finding.values["found"]).partition(" with")[0].replace(" ", ""))
+    found = _plain(str(site.values["found"]).partition(" with")[0].replace(" ", ""))
     return NAMES.get(found, {found})
 
 
@@ -350,7 +341,7 @@ def _plain(name: str) -> str:
 
 def _sequences(site: Site) -> list[ast.Call]:
     """Return where the file builds a Sequential, the finding's class first."""
-    within = set(ast.walk(site.cls)) if site.cls is not None else set()
+    within = set(ast.walk(site.cls_or_none or site.tree))
     found = find_calls("Sequential", within=site.tree)
     return sorted(found, key=lambda call: call not in within)
 
@@ -373,7 +364,7 @@ def _mentions(site: Site, names: set[str]) -> Iterator[ast.expr]:
 
 def _replaced(site: Site, node: ast.expr, module: bool | None = None) -> Edits:
     """Replace the call of an activation, or a reference to it."""
-    expected = site.finding.values["expected"]
+    expected = site.values["expected"]
     func = node.func if isinstance(node, ast.Call) else node
     name = name_of(func)
     is_module = name[:1].isupper() if module is None else module
@@ -399,12 +390,12 @@ def _replaced(site: Site, node: ast.expr, module: bool | None = None) -> Edits:
         node.args[0] if node.args else func.value if isinstance(func, ast.Attribute) else func
     )
     new = _function(site, code_of(tensor_node), base)
-    return [Edit.replace(node, _stored(site, node, tensor_node, new))]
+    return [Edit.replace(node, _stored(node, tensor_node, new))]
 
 
 def _module(site: Site, base: str = "") -> str:
     """Return the checkpoint's activation as a module of torch."""
-    expected = site.finding.values["expected"]
+    expected = site.values["expected"]
     known = base if base.split(".")[-1] == "nn" else site.torch("torch.nn")
     keyword = f"approximate={site.source.quoted('tanh')}" if expected == "gelu_new" else ""
     return f"{known}.{TORCH[expected][0]}({keyword})"
@@ -412,13 +403,13 @@ def _module(site: Site, base: str = "") -> str:
 
 def _function(site: Site, tensor: str, base: str = "") -> str:
     """Return the checkpoint's activation of a tensor as a function of torch."""
-    expected = site.finding.values["expected"]
+    expected = site.values["expected"]
     known = base if base.split(".")[-1] == "functional" else site.torch("torch.nn.functional")
     keyword = f", approximate={site.source.quoted('tanh')}" if expected == "gelu_new" else ""
     return f"{known}.{TORCH[expected][1]}({tensor}{keyword})"
 
 
-def _stored(site: Site, node: ast.expr, tensor: ast.expr, new: str) -> str:
+def _stored(node: ast.expr, tensor: ast.expr, new: str) -> str:
     """Return the new expression, assigned to the tensor if the old one changed it in place."""
     in_place = isinstance(parent_of(node), ast.Expr) and isinstance(tensor, ast.Name)
     return f"{code_of(tensor)} = {new}" if in_place else new

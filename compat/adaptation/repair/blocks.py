@@ -1,4 +1,4 @@
-"""Fixes of the order of norms and branches, of residual connections, and of norms."""
+"""Fixes of norms, and of their order with the branches of a block."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import ast
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-from compat.adaptation.repair.edits import Edit, Edits, apply
+from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, fixes
 from compat.adaptation.repair.formulas import only, removed, unused
+from compat.adaptation.repair.held import place_of
 from compat.adaptation.repair.source import (
     Source,
-    ancestors,
     block_of,
     code_around,
     code_of,
@@ -24,11 +23,21 @@ from compat.adaptation.repair.source import (
     indent_of,
     parent_of,
     preceding,
-    source_of,
-    span,
+    statement_of,
+)
+from compat.adaptation.repair.stream import (
+    Residual,
+    copied_as,
+    is_norm,
+    is_norm_class,
+    norm_calls,
+    norm_modules,
+    residuals_of,
+    simple_statements,
+    stored,
+    tensor_reads,
 )
 from compat.adaptation.repair.syntax import (
-    assignments,
     called,
     is_self,
     is_sum,
@@ -36,15 +45,11 @@ from compat.adaptation.repair.syntax import (
     own_attribute,
     parameters,
     self_assignments,
-    variable,
     variables,
 )
 from compat.adaptation.repair.values import hyperparameters
 
-NORM = re.compile(r"norm|^ln|(?<![a-z])ln(?![a-z])|(?<![A-Z])LN", re.I)
-WRAPPER = re.compile(r"pre|post|add|resid|sub", re.I)
 BODY = ("ModuleList", "Sequential", "TransformerEncoder", "clones")
-SHAPE = ("shape", "size", "device", "dtype", "dim", "ndim", "numel", "new_zeros", "new_ones")
 # Names of the first and the second norm of a block.
 PAIRS = (
     ("1", "2"), ("input", "post_attention"), ("before", "after"), ("pre", "post"),
@@ -53,59 +58,6 @@ PAIRS = (
 )  # fmt: skip
 
 Wrap = Callable[[str], str]
-
-
-@dataclass(frozen=True)
-class Residual:
-    """A sum of the residual stream and the output of a branch.
-
-    Args:
-        statement: the statement that computes the sum.
-        sum: the sum; None if the statement is `x += branch` or `branch += x`.
-        stream: the operand that carries the stream.
-        branch: the other operand.
-    """
-
-    statement: ast.stmt
-    sum: ast.expr | None
-    stream: ast.Name
-    branch: ast.expr
-
-
-def _residuals(statement: ast.stmt) -> list[Residual]:
-    """Return the readings of a statement as a residual sum, the likeliest first."""
-    match statement:
-        case ast.AugAssign(ast.Name() as target, ast.Add(), ast.Name() as value):
-            readings = [(target, value), (value, target)]
-            return [Residual(statement, None, stream, branch) for stream, branch in readings]
-        case ast.AugAssign(ast.Name() as target, ast.Add(), value):
-            return [Residual(statement, None, target, value)]
-        case ast.Assign() | ast.Return() | ast.AnnAssign():
-            pass
-        case _:
-            return []
-    for node in find(ast.BinOp, statement):
-        if isinstance(node.op, ast.Add) and not isinstance(parent_of(node), ast.Subscript):
-            pairs = [(node.left, node.right), (node.right, node.left)]
-            both = [Residual(statement, node, a, b) for a, b in pairs if isinstance(a, ast.Name)]
-            return [residual for residual in both if not isinstance(residual.branch, ast.Constant)]
-    return []
-
-
-def _stores(statement: ast.stmt) -> set[str]:
-    return variables(statement, ast.Store)
-
-
-def _loads(statement: ast.AST, name: str) -> list[ast.Name]:
-    """Return where a statement reads a tensor, other than its shape and its type."""
-    found = []
-    for node in find(ast.Name, statement):
-        above = parent_of(node)
-        shape = isinstance(above, ast.Attribute) and above.attr in SHAPE
-        length = isinstance(above, ast.Call) and called(above) == "len"
-        if node.id == name and isinstance(node.ctx, ast.Load) and not (shape or length):
-            found.append(node)
-    return found
 
 
 def _normed_input(
@@ -122,28 +74,28 @@ def _normed_input(
     name = residual.stream.id
     block = block_of(residual.statement)
     end = block.index(residual.statement)
-    start = next((i for i in range(end - 1, -1, -1) if name in _stores(block[i])
+    start = next((i for i in range(end - 1, -1, -1) if name in stored(block[i])
                   and block[i] not in dropped), -1)  # fmt: skip
-    copied = _copied(block[start], name) if start >= 0 else None
+    copied = copied_as(block[start], name) if start >= 0 else None
     tensor = name if copied is None else copied
     uses: list[ast.Name] = []
     for statement in block[start + 1 : end + 1]:
         if statement in dropped:
             continue
-        uses += [n for n in _loads(statement, tensor) if n is not residual.stream]
-        if tensor in _stores(statement):
+        uses += [n for n in tensor_reads(statement, tensor) if n is not residual.stream]
+        if tensor in stored(statement):
             break
     if not uses and copied is not None:
         tensor, copied = name, None
         for statement in block[start + 1 : end + 1]:
-            uses += [n for n in _loads(statement, name) if n is not residual.stream]
+            uses += [n for n in tensor_reads(statement, name) if n is not residual.stream]
     if not uses:
         return None
     first = next(s for s in block if uses[0] in set(ast.walk(s)))
     if copied is not None and first is not residual.statement:
         names = _passed_together(site, tensor)
         line = f"{', '.join(names)} = {', '.join(wrap(each) for each in names)}"
-        read = (s for s in block[start + 1 :] if any(_loads(s, each) for each in names))
+        read = (s for s in block[start + 1 :] if any(tensor_reads(s, each) for each in names))
         return [Edit.insert_before(next(read), line)]
     if len(uses) == 1:
         return [Edit.replace(uses[0], wrap(tensor))]
@@ -152,19 +104,12 @@ def _normed_input(
     return [Edit.insert_before(first, f"{new} = {wrap(tensor)}"), *edits]
 
 
-def _copied(statement: ast.stmt, name: str) -> str | None:
-    """Return `x` if a statement assigns `name = x`, alone or among others."""
-    values = assignments(statement, name, deep=False)
-    return next((value.id for value in values if isinstance(value, ast.Name)), None)
-
-
 def _passed_together(site: Site, name: str) -> list[str]:
     """Return the parameters for which the function's callers pass one tensor, such as q, k, v.
 
     They are those before and after `name` if a call passes its first argument several times.
     """
-    every = [] if site.function is None else parameters(site.function)
-    names = [name for name in every if name != "self"]
+    names = [name for name in parameters(site.function) if name != "self"]
     for call in site.every(ast.Call):
         codes = [code_of(each) for each in call.args]
         same = len(list(next(itertools.groupby(codes))[1])) if codes else 0
@@ -175,62 +120,10 @@ def _passed_together(site: Site, name: str) -> list[str]:
     return [name]
 
 
-# Norms.
-
-
-def _norm_modules(site: Site) -> dict[str, ast.Call]:
-    """Return the calls that build a norm, by the attribute or key under which a module holds it."""
-    found: dict[str, ast.Call] = {}
-    for call in site.every(ast.Call):
-        if not _is_norm_class(called(call)):
-            continue
-        for above in ancestors(call):
-            match above:
-                case ast.keyword(str(name)) | ast.Assign([ast.Attribute(attr=name), *_]):
-                    found.setdefault(name, call)
-                case ast.Dict(keys, values):
-                    for key, value in zip(keys, values, strict=True):
-                        if isinstance(key, ast.Constant) and call in set(ast.walk(value)):
-                            found.setdefault(str(key.value), call)
-                case ast.List() | ast.ListComp() | ast.GeneratorExp() | ast.comprehension():
-                    continue
-                case ast.Call() if called(above) in ("ModuleList", "ModuleDict", "dict"):
-                    continue
-            break
-    return found
-
-
-def _is_norm_class(name: str) -> bool:
-    return bool(NORM.search(name)) and name[:1].isupper() and not WRAPPER.search(name)
-
-
-def _is_norm(site: Site, call: ast.Call) -> bool:
-    """Return whether a call applies a norm to its first argument."""
-    func: ast.expr = call.func
-    while isinstance(func, ast.Subscript):
-        if isinstance(func.slice, ast.Constant) and func.slice.value in _norm_modules(site):
-            return bool(call.args)
-        func = func.value
-    name = name_of(func)
-    known = name in _norm_modules(site) or bool(NORM.search(name))
-    return bool(call.args) and known and not name[:1].isupper()
-
-
-def _norm_calls(site: Site, within: ast.AST) -> list[ast.Call]:
-    return [call for call in find(ast.Call, within) if _is_norm(site, call)]
-
-
 def _wrap(call: ast.Call) -> Wrap:
     """Return the code of a norm of another tensor than the one of this call."""
     before, after = code_around(call, call.args[0])
     return lambda tensor: f"{before}{tensor}{after}"
-
-
-def _statements(site: Site) -> list[ast.stmt]:
-    """Return the simple statements of the finding's function, the finding's own first."""
-    within = site.function or site.statement
-    found = [n for n in find(ast.stmt, within) if not hasattr(n, "body")]
-    return sorted(found, key=lambda node: node is not site.statement)
 
 
 def _all_then_first(candidates: list[Edits]) -> Iterator[Edits]:
@@ -252,7 +145,7 @@ def pre_norm(site: Site) -> Iterator[Edits]:
         found = [
             edits
             for place in places
-            for statement in _statements(place)
+            for statement in simple_statements(place)
             if (edits := _post_to_pre(place, statement))
         ]
         yield from _all_then_first(found)
@@ -266,8 +159,8 @@ def pre_norm_of_wrapper(site: Site) -> Iterator[Edits]:
 
     The wrapper, whose code the finding is in, then only adds.
     """
-    name = "" if site.cls is None else site.cls.name
-    norms = [call for call in site.calls if _is_norm(site, call) and is_sum(call.args[0])]
+    name = site.cls.name if site.cls_or_none else ""
+    norms = [call for call in site.calls if is_norm(site, call) and is_sum(call.args[0])]
     held = {
         name_of(target)
         for node in site.every(ast.Assign) if find_calls(name, within=node.value)
@@ -276,10 +169,9 @@ def pre_norm_of_wrapper(site: Site) -> Iterator[Edits]:
     for norm, stream in itertools.product(norms, (0, 1)):
         edits = Edit.unwrap(norm, norm.args[0])
         for call in site.every(ast.Call):
-            statement = enclosing(call, ast.stmt)
+            statement = statement_of(call)
             match call.args[stream:] + call.args[:stream]:
                 case [ast.Name() as tensor, branch] if own_attribute(call.func) in held:
-                    assert statement is not None
                     wrap: Wrap = f"{code_of(call.func)}.{name_of(norm.func)}({{}})".format
                     residual = Residual(statement, call, tensor, branch)
                     edits += _normed_input(site.around(statement), residual, wrap) or []
@@ -287,16 +179,16 @@ def pre_norm_of_wrapper(site: Site) -> Iterator[Edits]:
 
 
 def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
-    for call in _norm_calls(site, statement):
+    for call in norm_calls(site, statement):
         summed = call.args[0]
         if isinstance(summed, ast.BinOp):
-            for residual in _residuals(statement):
+            for residual in residuals_of(statement):
                 moved = _normed_input(site, residual, _wrap(call))
                 if residual.sum is summed and moved:
                     return [*Edit.unwrap(call, summed), *moved]
         for total in preceding(statement)[-1:]:
-            if isinstance(summed, ast.Name) and summed.id in _stores(total):
-                for residual in _residuals(total):
+            if isinstance(summed, ast.Name) and summed.id in stored(total):
+                for residual in residuals_of(total):
                     if moved := _normed_input(site, residual, _wrap(call), (statement,)):
                         return [*only(call, summed), *moved]
     return None
@@ -316,23 +208,23 @@ def norm_first(site: Site) -> Iterator[Edits]:
 @fixes("norm_on_output")
 def norm_on_input(site: Site) -> Iterator[Edits]:
     """Move the norms of the branches from their outputs to their inputs."""
-    found = [e for statement in _statements(site) if (e := _output_to_input(site, statement))]
+    found = [e for statement in simple_statements(site) if (e := _output_to_input(site, statement))]
     yield from _all_then_first(found)
 
 
 def _output_to_input(site: Site, statement: ast.stmt) -> Edits | None:
-    for call in _norm_calls(site, statement):
+    for call in norm_calls(site, statement):
         if isinstance(call.args[0], ast.BinOp):
             continue
         dropped = only(call, call.args[0])
         alone = (statement,) if len(dropped) == 1 else ()
         for later in [statement, *following(statement)]:
-            for residual in _residuals(later):
+            for residual in residuals_of(later):
                 if later is statement and call not in set(ast.walk(residual.branch)):
                     continue
                 if moved := _normed_input(site, residual, _wrap(call), alone):
                     return [*dropped, *moved]
-            if _residuals(later):
+            if residuals_of(later):
                 break
         inner = call.args[0]
         if isinstance(inner, ast.Call) and inner.args and isinstance(inner.args[0], ast.Name):
@@ -346,8 +238,8 @@ def _output_to_input(site: Site, statement: ast.stmt) -> Edits | None:
 def residual_before_norm(site: Site) -> Iterator[Edits]:
     """Start the residual connections before the norms: the first norm then is not an extra one."""
     found: list[Edits] = []
-    for statement in _statements(site):
-        for residual in _residuals(statement):
+    for statement in simple_statements(site):
+        for residual in residuals_of(statement):
             if edits := _from_before_norm(site, residual):
                 found.append(edits)
                 break
@@ -361,7 +253,7 @@ def _normed_operand(site: Site, statement: ast.stmt) -> list[Edits]:
     for node in find(ast.BinOp, statement):
         for operand in (node.left, node.right) if is_sum(node) else ():
             match operand:
-                case ast.Call(_, [ast.Name() as tensor, *_]) if _is_norm(site, operand):
+                case ast.Call(_, [ast.Name() as tensor, *_]) if is_norm(site, operand):
                     return [Edit.unwrap(operand, tensor)]
     return []
 
@@ -370,12 +262,12 @@ def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
     name = residual.stream.id
     block = block_of(residual.statement)
     end = block.index(residual.statement)
-    i = next((i for i in range(end - 1, -1, -1) if name in _stores(block[i])), -1)
+    i = next((i for i in range(end - 1, -1, -1) if name in stored(block[i])), -1)
     if i < 0 or not isinstance(definition := block[i], ast.Assign):
         return None
     match (block[i - 1] if i else None), definition.value:
         case ((ast.Assign(_, ast.Call() as call) as before), ast.Name(copied) as value):
-            if copied not in _stores(before) or not _is_norm(site, call):
+            if copied not in stored(before) or not is_norm(site, call):
                 return None
             tensor = call.args[0]
             if not isinstance(tensor, ast.Name) or tensor.id != copied:  # h = ln(x); residual = h
@@ -384,7 +276,7 @@ def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
                 Edit.replace(before, code_of(definition)),
                 Edit.replace(definition, code_of(before)),
             ]
-        case _, ast.Call(_, [ast.Name(normed), *_]) as call if _is_norm(site, call):
+        case _, ast.Call(_, [ast.Name(normed), *_]) as call if is_norm(site, call):
             if normed != name:  # h = ln(x); x = h + branch(h)
                 return [Edit.replace(residual.stream, normed)]
             moved = _normed_input(site, residual, _wrap(call), (definition,))
@@ -406,7 +298,7 @@ def norm_after_loop(site: Site) -> Iterator[Edits]:
         isinstance(loop, ast.For)
         and len(loop.body) > 1
         and statement is loop.body[-1]
-        and any(_is_norm(site, call) for call in site.calls)
+        and any(is_norm(site, call) for call in site.calls)
         and statement.lineno == statement.end_lineno
         and indent_of(statement).isspace()
     ):
@@ -417,7 +309,7 @@ def norm_after_loop(site: Site) -> Iterator[Edits]:
 def removed_norm(site: Site) -> Iterator[Edits]:
     """Remove the call of a norm, and the module that is then not used."""
     for call in site.calls:
-        if _is_norm(site, call):
+        if is_norm(site, call):
             edits = only(call, call.args[0])
             yield [*edits, *_unused_norm(site, call)]
             yield edits
@@ -444,7 +336,7 @@ def removed_norm_module(site: Site) -> Iterator[Edits]:
             items: list[ast.expr | ast.keyword] = []
             if called(call) == "Sequential":
                 items = [a for a in call.args
-                         if isinstance(a, ast.Call) and _is_norm_class(called(a))]  # fmt: skip
+                         if isinstance(a, ast.Call) and is_norm_class(called(a))]  # fmt: skip
             elif called(call).startswith("Transformer"):
                 items = [k for k in call.keywords if k.arg == "norm"]
             yield from ([Edit.remove_argument(call, item)] for item in items)
@@ -453,13 +345,13 @@ def removed_norm_module(site: Site) -> Iterator[Edits]:
 @fixes("missing_ln")
 def added_norm(site: Site) -> Iterator[Edits]:
     """Apply a norm to the input of a branch: an unused one of the class, or a new one."""
-    if site.cls is None or site.finding.tap is None:
+    if site.finding.tap is None:
         return
     first = site.finding.tap.endswith("ln_1")
     statements = [site.statement, *following(site.statement)]
-    sums = [r for statement in statements for r in _residuals(statement)][:2]
+    sums = [r for statement in statements for r in residuals_of(statement)][:2]
     norms: list[tuple[str, Edits]] = [(name, []) for name in _unused_norms(site, site.cls)]
-    if site.init is not None:
+    if site.init_or_none is not None:
         for name, statement, new in _new_norms(site, site.init, first):
             insert = Edit.insert_before if first else Edit.insert_after
             norms.append((name, [insert(statement, new)]))
@@ -473,9 +365,7 @@ def added_norm(site: Site) -> Iterator[Edits]:
 def second_norm(site: Site) -> Iterator[Edits]:
     """Call another norm where a block calls one a second time: an unused one, or a new one."""
     cls, init = site.cls, site.init
-    if cls is None or init is None:
-        return
-    for norm in [call.func for call in site.calls if _is_norm(site, call)]:
+    for norm in [call.func for call in site.calls if is_norm(site, call)]:
         if not is_self(norm):
             continue
         for name in _unused_norms(site, cls):
@@ -492,10 +382,10 @@ def norm_of_wrapper(site: Site) -> Iterator[Edits]:
     """Apply the unused norm of a class that wraps the branches."""
     source = site.source
     for cls in find(ast.ClassDef, source.tree):
-        names = [] if cls is site.cls else _unused_norms(site, cls)
+        names = [] if cls is site.cls_or_none else _unused_norms(site, cls)
         for name in names:
             for statement in find(ast.Return, cls):
-                residuals = _residuals(statement)
+                residuals = residuals_of(statement)
                 for residual in residuals:
                     if edits := _normed_input(site, residual, _of_self(name)):
                         yield edits
@@ -508,7 +398,7 @@ def norm_of_wrapper(site: Site) -> Iterator[Edits]:
 def _norm_like(site: Site, name: str) -> Wrap:
     """Return the code of a norm of this name, applied like another one in the function."""
     for call in find(ast.Call, site.region):
-        if _is_norm(site, call) and isinstance(call.func, (ast.Attribute, ast.Subscript)):
+        if is_norm(site, call) and isinstance(call.func, (ast.Attribute, ast.Subscript)):
             owner: ast.expr = call.func
             while isinstance(owner, ast.Subscript):
                 owner = owner.value
@@ -531,7 +421,7 @@ def _unused_norms(site: Site, cls: ast.ClassDef) -> list[str]:
         for node in site.every(ast.Attribute)
         if isinstance(node.ctx, ast.Load) and (node in within or not is_self(node))
     }
-    return [name for name, call in _norm_modules(site).items()
+    return [name for name, call in norm_modules(site).items()
             if call in within and name not in every]  # fmt: skip
 
 
@@ -544,7 +434,7 @@ def _new_norms(
         match statement:
             case ast.Assign([ast.Attribute(attr=old), *_], value):
                 own.append(statement)
-                if old in _norm_modules(site):
+                if old in norm_modules(site):
                     name = _sibling(old, first)
                     yield name, statement, f"self.{name} = {code_of(value)}"
     name = "ln_1" if first else "ln_2"
@@ -577,7 +467,7 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
         attributes = {name_of(n) for n in ast.walk(node) if is_self(n)}
         return variables(node) <= known and attributes <= own
 
-    norms = list(_norm_modules(site).values())
+    norms = list(norm_modules(site).values())
     for call in filter(is_known, norms):
         yield code_of(call)
     torchs = site.torch("torch.nn.LayerNorm")  # for where the user's own takes other arguments
@@ -602,10 +492,10 @@ def _same_module(site: Site) -> list[Source]:
 def final_norm(site: Site) -> Iterator[Edits]:
     """Apply a norm before the head: an unused one of the class, or a new one."""
     for place in [*site.everywhere[1:], site]:  # first in the methods that the line calls
-        unused = [] if place.cls is None else _unused_norms(place, place.cls)
+        unused = _unused_norms(place, place.cls) if place.cls_or_none else []
         for name in unused:
             yield from _before_head(place, _held(place, name))
-        if place.init is not None and not unused:
+        if place.init_or_none is not None and not unused:
             name = _final_name(place)
             for new in _constructors(place, place.init):
                 created = _beside_head(place, place.init, f"self.{name} = {new}")
@@ -615,25 +505,24 @@ def final_norm(site: Site) -> Iterator[Edits]:
 
 def _held(site: Site, name: str) -> str:
     """Return how the class reaches a module of its own, or one in a ModuleDict."""
-    statement = enclosing(_norm_modules(site)[name], ast.Assign)
-    holder = statement and statement.targets[0]
-    if not isinstance(holder, ast.Attribute) or holder.attr == name:
+    holder, _ = place_of(norm_modules(site)[name])
+    if holder in ("", "self"):
         return f"self.{name}"
-    keyed = find(ast.Subscript, site.cls or site.tree)
-    if any(isinstance(s.value, ast.Attribute) and s.value.attr == holder.attr for s in keyed):
-        return f"self.{holder.attr}[{site.source.quoted(name)}]"
-    return f"self.{holder.attr}.{name}"
+    keyed = find(ast.Subscript, site.cls)
+    if any(code_of(each.value) == holder for each in keyed):
+        return f"{holder}[{site.source.quoted(name)}]"
+    return f"{holder}.{name}"
 
 
 def _before_head(site: Site, norm: str) -> Iterator[Edits]:
     """Apply a norm to the tensor that the finding's line passes to the head."""
-    statement = site.statement
-    if site.function is None:
+    statement, function = site.statement, site.function_or_none
+    if function is None or function is statement:
         return
-    local = {a.arg for a in site.function.args.args} | _stores(site.function)
+    local = {a.arg for a in function.args.args} | stored(function)
     tensors = [n for n in find(ast.Name, statement) if n.id in local - {"self"}
-               and n in _loads(statement, n.id)]  # fmt: skip
-    outermost = next(s for s in site.function.body if statement in set(ast.walk(s)))
+               and n in tensor_reads(statement, n.id)]  # fmt: skip
+    outermost = next(s for s in function.body if statement in set(ast.walk(s)))
     for node in tensors:
         new = Edit.insert_before(outermost, f"{node.id} = {norm}({node.id})")
         inline = Edit.replace(node, f"{norm}({node.id})")
@@ -649,7 +538,7 @@ def _final_name(site: Site) -> str:
     """Return a name for the final norm in the style of the others."""
     styles = (("ln", "ln_f"), ("layernorm", "final_layernorm"), ("layer_norm", "final_layer_norm"),
               ("norm", "norm"))  # fmt: skip
-    for name in _norm_modules(site):
+    for name in norm_modules(site):
         for start, new in styles:
             if start in name.lower():
                 return new
@@ -667,341 +556,3 @@ def _beside_head(site: Site, init: ast.FunctionDef, new: str) -> Edit:
                 return Edit.insert_before(statement, new)
     blocks = [s for s in built if find_calls(*BODY, within=s)]
     return Edit.insert_after((blocks or built or init.body)[-1], new)
-
-
-# Residual connections.
-
-
-@fixes("missing_residual")
-def added_residual(site: Site) -> Iterator[Edits]:
-    """Add the input of a branch to its output."""
-    if site.function is None:
-        return
-    before = preceding(site.statement)
-    for statement in _branch_end(site.statement):
-        match statement:
-            case ast.Assign([ast.Name(), *_], value) | ast.Return(ast.expr() as value):
-                code, last = code_of(value), _stream_last(site)
-                last = last or is_sum(value)  # a sum with a bias
-                for name in _streams(site, before, statement):
-                    total = f"{code} + {name}" if last else f"{name} + {code}"
-                    yield [Edit.replace(value, total)]
-    yield from _saved_residual(site)
-
-
-def _branch_end(call: ast.stmt) -> list[ast.stmt]:
-    """Return statements with which a branch may end, the last first: its call, dropout, a copy."""
-    found = [call]
-    for statement in following(call):
-        value = getattr(statement, "value", None)
-        dropout = isinstance(value, ast.Call) and "drop" in ast.unparse(value.func).lower()
-        copied = isinstance(value, ast.Name) and not (
-            isinstance(statement, ast.Return)
-            or any(_loads(later, value.id) for later in following(statement))
-        )
-        if not (dropout or copied) or not _stores(found[-1]) & variables(statement, ast.Load):
-            break
-        found.append(statement)
-    return found[::-1]
-
-
-def _streams(site: Site, before: list[ast.stmt], statement: ast.stmt) -> list[str]:
-    """Return the names that may hold the residual stream, the likeliest first."""
-    assert site.function is not None
-    idle = [name for name in reversed(_copies(before)) if not _loads(statement, name)]
-    read = [n.id for n in find(ast.Name, statement) if n in _loads(statement, n.id)]
-    written = [name for s in reversed(before) for name in sorted(_stores(s))]
-    inputs = [a.arg for a in site.function.args.args if a.arg != "self"]
-    local = {*inputs, *_stores(site.function)}
-    target = [n for n in _stores(statement) & local if n not in read]  # x = dropout(y)
-    every = dict.fromkeys([*idle, *target, *(n for n in read if n in local), *written, *inputs])
-    return list(every)[:4]
-
-
-def _copies(statements: list[ast.stmt]) -> list[str]:
-    """Return the variables to which another one is assigned, as in `residual = x`."""
-    return [variable(s) for s in statements
-            if variable(s) and isinstance(getattr(s, "value", None), ast.Name)]  # fmt: skip
-
-
-def _stream_last(site: Site) -> bool:
-    """Return whether the function writes its other sums as `branch + x`."""
-    found = [r for s in _statements(site) for r in _residuals(s)[:1]]
-    return any(isinstance(r.sum, ast.BinOp) and r.sum.right is r.stream for r in found)
-
-
-@fixes("doubled_residual")
-def without_second_sum(site: Site) -> Iterator[Edits]:
-    """Remove the second sum, or the assignment in place before it."""
-    yield [Edit.remove(site.statement)]
-    before = [s for s in _statements(site) if s.lineno < site.line and isinstance(s, ast.AugAssign)]
-    for statement in reversed(before):
-        new = f"{code_of(statement.target)} = {code_of(statement.value)}"
-        yield [Edit.replace(statement, new)]
-
-
-def _saved_residual(site: Site) -> Iterator[Edits]:
-    """Save the stream before a branch that overwrites it, and add it behind the branch."""
-    statement, name = site.statement, variable(site.statement)
-    if not name:
-        return
-    saved = next(iter(_copies(_statements(site))), "") or site.new_name("residual", "shortcut")
-    before = itertools.takewhile(
-        lambda s: _stores(s) == {name} and not _residuals(s),
-        reversed(preceding(statement)),
-    )
-    after = itertools.takewhile(
-        lambda s: _stores(s) == {name} and not _norm_calls(site, s), following(statement)
-    )
-    end = [statement, *after][-1]
-    if isinstance(end, ast.Assign):
-        added = Edit.replace(end.value, f"{saved} + {code_of(end.value)}")
-        for begin in [*reversed([*before]), statement]:
-            yield [Edit.insert_before(begin, f"{saved} = {name}"), added]
-
-
-@fixes("missing_residual")
-def residual_wrapper(site: Site) -> Iterator[Edits]:
-    """Put a module into the user's wrapper that adds the input to the output."""
-    for wrapper in site.every(ast.ClassDef):
-        if not re.search("resid", wrapper.name, re.I):
-            continue
-        tree = source_of(wrapper).tree
-        wrapped = [c.args[0] for c in find_calls(wrapper.name, within=tree) if c.args]
-        names = {called(each) for each in wrapped if isinstance(each, ast.Call)}
-        for call in find_calls(*names, within=tree):
-            above = parent_of(call)
-            if not (isinstance(above, ast.Call) and called(above) == wrapper.name):
-                yield [Edit.replace(call, f"{wrapper.name}({code_of(call)})")]
-
-
-@fixes("missing_residual")
-def residual_inside(site: Site) -> Iterator[Edits]:
-    """Add the result of a branch that is part of the next one: `x + mlp(attn(x))`.
-
-    Its sum with the stream may be written there: `x + mlp(x + attn(x))`.
-    """
-    statement = site.statement
-    for residual in _residuals(statement):
-        name = residual.stream.id
-        for total in find(ast.BinOp, residual.branch):
-            if is_sum(total) and name in (name_of(total.left), name_of(total.right)):
-                first = Edit.insert_before(statement, f"{name} = {code_of(total)}")
-                yield [first, Edit.replace_group(total, name)]
-        for outer in find(ast.Call, residual.sum or site.tree):
-            for inner in outer.args:
-                if isinstance(inner, ast.Call) and _loads(inner, name):
-                    new = f"{name} = {name} + {code_of(inner)}"
-                    yield [Edit.insert_before(statement, new), Edit.replace(inner, name)]
-
-
-@fixes("missing_residual")
-def residual_from_attention(site: Site) -> Iterator[Edits]:
-    """Add the MLP to the sum that includes attention instead of the input of the block."""
-    for statement in [site.statement, *following(site.statement)]:
-        for residual in _residuals(statement):
-            before = preceding(statement)
-            for name in reversed([name for s in before for name in sorted(_stores(s))]):
-                if name != residual.stream.id:
-                    yield [Edit.replace(residual.stream, name)]
-
-
-@fixes("residual_from_norm", "doubled_residual")
-def branch_without_its_input(site: Site) -> Iterator[Edits]:
-    """Let a branch return its result without its own input, which the block adds."""
-    for node in find(ast.BinOp, site.statement):
-        if is_sum(node):
-            yield from (Edit.unwrap(node, part) for part in (node.right, node.left))
-
-
-# Parallel branches.
-
-
-@fixes("parallel_block")
-def sequential_branches(site: Site) -> Iterator[Edits]:
-    """Add attention first where branches share a norm, which is applied once more for the MLP."""
-    for later in [site.statement, *_statements(site)]:
-        for stream, rest in _with_rest(_terms(later)):
-            for attention, mlp in (rest, rest[::-1]) if len(rest) == 2 else ():
-                if edits := _split_shared(site, later, stream, attention, mlp):
-                    yield edits
-
-
-def _terms(statement: ast.stmt) -> list[ast.expr]:
-    """Return the terms of the sum that a statement assigns or returns."""
-    value = getattr(statement, "value", None)
-    target = getattr(statement, "target", None) if isinstance(statement, ast.AugAssign) else None
-    terms = _flat(value) if isinstance(value, ast.expr) else []
-    return [target, *terms] if isinstance(target, ast.Name) else terms
-
-
-def _flat(node: ast.expr) -> list[ast.expr]:
-    return [*_flat(node.left), *_flat(node.right)] if is_sum(node) else [node]
-
-
-def _two_sums(
-    statement: ast.stmt, stream: str, last: bool, attention: str, mlp: str
-) -> tuple[str, Edit]:
-    """Return the line that adds attention, and the sum with the MLP in place of the statement's.
-
-    Args:
-        statement: the statement that adds both.
-        stream: the variable that they are added to.
-        last: whether the stream is the last term of a sum.
-        attention, mlp: the code of the branches.
-    """
-    if isinstance(statement, ast.AugAssign):
-        return f"{stream} += {attention}", Edit.replace(statement, f"{stream} += {mlp}")
-    value = getattr(statement, "value")  # noqa: B009
-    first, second = (f"{code} + {stream}" if last else f"{stream} + {code}"
-                     for code in (attention, mlp))  # fmt: skip
-    return f"{stream} = {first}", Edit.replace(value, second)
-
-
-def _split_shared(
-    site: Site, statement: ast.stmt, stream: ast.Name, attention: ast.expr, mlp: ast.expr
-) -> Edits | None:
-    """Split the sum of branches that read one norm, which is applied once more for the MLP."""
-    x, dropped = stream.id, []
-    if isinstance(mlp, ast.Name):  # m = mlp(h); return x + a + m
-        if (made := _assignment_before(statement, mlp.id)) is None:
-            return None
-        mlp, dropped = made.value, [Edit.remove(made)]
-    if (normed := _normed_again(site, statement, mlp, x)) is None:
-        return None
-    last = span(stream)[0] > span(attention)[0]
-    line, replaced = _two_sums(statement, x, last, code_of(attention), normed)
-    return [*dropped, Edit.insert_before(statement, line), replaced]
-
-
-def _assignment_before(statement: ast.stmt, name: str) -> ast.Assign | None:
-    """Return the last assignment of a variable in a statement's block before the statement."""
-    before = next((s for s in reversed(preceding(statement)) if name in _stores(s)), None)
-    return before if isinstance(before, ast.Assign) and len(_stores(before)) == 1 else None
-
-
-def _normed_again(site: Site, statement: ast.stmt, branch: ast.expr, x: str) -> str | None:
-    """Return the code of a branch that reads `h` of `h = norm(x)`, with the norm for `h`."""
-    for node in find(ast.Name, branch):
-        made = _assignment_before(statement, node.id)
-        match made.value if made is not None else None:
-            case ast.Call(_, [ast.Name(read), *_]) as norm if read == x and _is_norm(site, norm):
-                return code_of(norm).join(code_around(branch, node))
-    return None
-
-
-@fixes("parallel_block")
-def mlp_after_attention(site: Site) -> Iterator[Edits]:
-    """Let the MLP read the sum that includes attention."""
-    for statement in reversed(sorted(_statements(site), key=lambda s: s.lineno)):
-        for residual in _residuals(statement):
-            block = block_of(statement)
-            for other in preceding(statement):
-                for first in _residuals(other):
-                    old, new = first.stream.id, sorted(_stores(other))
-                    uses = [
-                        n for s in block[block.index(other) + 1 : block.index(statement) + 1]
-                        for n in _loads(s, old) if n is not residual.stream
-                    ]  # fmt: skip
-                    yield from _moved_behind(other, old)
-                    normed = _normed_again(site, statement, residual.branch, old)
-                    if normed is not None and new == [old]:
-                        yield [Edit.replace(residual.branch, normed)]
-                    if uses and new and new[0] != old:
-                        yield [Edit.replace(node, new[0]) for node in uses]
-                        yield [Edit.replace(uses[0], new[0])]
-
-
-@fixes("parallel_block")
-def attention_added_first(site: Site) -> Iterator[Edits]:
-    """Add attention to the stream before the statements that compute the MLP from it."""
-    for last in _statements(site):
-        for stream, rest in _with_rest(_terms(last)):
-            if len(rest) == 2:  # out = x + attention + mlp
-                for attention, mlp in (rest, rest[::-1]):
-                    if edits := _summed_first(site, last, None, stream, attention, mlp):
-                        yield edits
-            before = reversed(preceding(last))
-            total = next((s for s in before if stream.id in _stores(s)), None)
-            if len(rest) != 1 or total is None or len(_stores(total)) != 1:
-                continue
-            for x, others in _with_rest(_terms(total)):  # h = x + attention; out = h + mlp
-                if len(others) == 1:
-                    if edits := _summed_first(site, last, total, x, others[0], rest[0]):
-                        yield edits
-
-
-def _with_rest(terms: list[ast.expr]) -> list[tuple[ast.Name, list[ast.expr]]]:
-    """Return each term that is a variable, with the other terms."""
-    return [(t, [o for o in terms if o is not t]) for t in terms if isinstance(t, ast.Name)]
-
-
-def _summed_first(
-    site: Site,
-    last: ast.stmt,
-    first: ast.stmt | None,
-    stream: ast.Name,
-    attention: ast.expr,
-    mlp: ast.expr,
-) -> Edits | None:
-    """Move the statements that compute the MLP's branch behind the sum with attention.
-
-    Args:
-        site: the finding.
-        last: the statement that adds the MLP to the stream.
-        first: the statement that adds attention before, if `last` does not add both.
-        stream: the variable to which attention is added.
-        attention, mlp: the terms of the two branches.
-    """
-    before = preceding(last)
-    names = {stream.id}  # of the tensor to which attention is added
-    if (made := _assignment_before(last, stream.id)) is not None:
-        names |= {copied} if (copied := _copied(made, stream.id)) is not None else set()
-    kept, derived, moved = _computing(before, attention), set(names), list[ast.stmt]()
-    for node in _computing(before, mlp):
-        from_stream = any(_loads(node, name) for name in derived)
-        if from_stream and node not in kept and node is not first:
-            moved.append(node)
-            derived |= _stores(node)
-    read = [node for s in [*moved, mlp] for name in names for node in _loads(s, name)]
-    if not read or any(hasattr(node, "body") for node in moved):
-        return None
-    total = stream.id if first is None else min(_stores(first))
-
-    def summed(node: ast.AST) -> str:
-        """Return a node's code with the sum in place of the stream, and the comment after it."""
-        (start, end), text = span(node), site.source.text
-        if isinstance(node, ast.stmt):
-            end = text.find("\n", end)
-        within = [n for n in read if n in set(ast.walk(node))]
-        renamed = (Edit("", a - start, b - start, total) for a, b in map(span, within))
-        return apply(text[start:end], renamed)
-
-    dropped, lines = [Edit.remove(s) for s in moved], [summed(s) for s in moved]
-    if first is not None:
-        place = Edit.insert_after(first, *lines)
-        return [*dropped, place, Edit.replace(mlp, summed(mlp))]
-    after = span(stream)[0] > min(span(t)[0] for t in (attention, mlp))
-    line, replaced = _two_sums(last, total, after, code_of(attention), summed(mlp))
-    return [*dropped, Edit.insert_before(last, line, *lines), replaced]
-
-
-def _computing(before: list[ast.stmt], branch: ast.expr) -> list[ast.stmt]:
-    """Return the statements of a block that a branch is computed by."""
-    needed, found = variables(branch), []
-    for statement in reversed(before):
-        if _stores(statement) & needed:
-            found.append(statement)
-            if not isinstance(statement, ast.AugAssign):
-                needed -= _stores(statement)
-            needed |= variables(statement, ast.Load)
-    return found[::-1]
-
-
-def _moved_behind(total: ast.stmt, stream: str) -> Iterator[Edits]:
-    """Move a statement that reads the stream, such as `h = ln_2(x)`, behind a sum."""
-    for statement in preceding(total):
-        unread = not any(_loads(total, name) for name in _stores(statement))
-        if _loads(statement, stream) and unread and isinstance(statement, ast.Assign):
-            lines = code_of(statement)
-            yield [Edit.remove(statement), Edit.insert_after(total, lines)]

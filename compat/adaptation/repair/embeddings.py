@@ -10,17 +10,19 @@ from collections.abc import Iterator
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, fixes
 from compat.adaptation.repair.formulas import formulas, inputs, only, removed, unused
+from compat.adaptation.repair.held import place_of
 from compat.adaptation.repair.source import (
-    ancestors,
     block_of,
     code_of,
     enclosing,
     find,
     find_calls,
+    needed,
     operand_code,
     parent_of,
     source_of,
     span,
+    statement_of,
 )
 from compat.adaptation.repair.syntax import (
     argument,
@@ -56,13 +58,13 @@ def first_position(site: Site) -> Iterator[Edits]:
         if not found:
             yield from _numbers(site, region)
     for call in find_calls("cumsum", within=site.region):  # its first sum is the offset
-        new = f"{code_of(call)} - {site.finding.values['found']}"
+        new = f"{code_of(call)} - {site.values['found']}"
         inside = isinstance(parent_of(call), (ast.Attribute, ast.BinOp))
         yield [Edit.replace(call, f"({new})" if inside else new)]
 
 
 def _is_offset(site: Site, node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Constant) and node.value == site.finding.values["found"]
+    return isinstance(node, ast.Constant) and node.value == site.values["found"]
 
 
 def _less(site: Site, node: ast.expr) -> Edit | None:
@@ -78,7 +80,7 @@ def _range(site: Site, call: ast.Call) -> Edits | None:
     """Let `arange(1, T + 1)` begin at 0."""
     if len(call.args) < 2 or not _is_offset(site, call.args[0]):
         return None
-    (start, end) = call.args[:2]
+    start, end = call.args[:2]
     length = Edit.replace(end, f"{code_of(end)} - {code_of(start)}")
     return [Edit.replace(start, "0"), _less(site, end) or length]
 
@@ -98,7 +100,7 @@ def _slice(site: Site, node: ast.Slice) -> Edits | None:
 def _sums(site: Site, region: ast.AST) -> Iterator[Edits]:
     """Remove the offset in `positions + 1`, or `positions += 1`."""
     for node in find(ast.BinOp, region):
-        statement = enclosing(node, ast.stmt)
+        statement = statement_of(node)
         if (edit := _less(site, node)) is None:
             continue
         rest = node.left if _is_offset(site, node.right) else node.right
@@ -116,7 +118,7 @@ def _sums(site: Site, region: ast.AST) -> Iterator[Edits]:
 
 def _named_offset(site: Site) -> Iterator[Edits]:
     """Remove `self.offset` from `positions + self.offset`."""
-    for region in filter(None, (site.statement, site.function)):
+    for region in dict.fromkeys((site.statement, site.within)):
         for node in filter(is_sum, find(ast.BinOp, region)):
             for offset, rest in sides(node):
                 if re.search("offset|shift|start|pad|bias", name_of(offset), re.I):
@@ -137,9 +139,7 @@ def _numbers(site: Site, region: ast.AST) -> Iterator[Edits]:
 def added_positions(site: Site) -> Iterator[Edits]:
     """Add the position embedding: an unused one of the class, or a new one."""
     init = site.init
-    if init is None or site.function is None:
-        return
-    tables = _tables(site, init)
+    tables = _tables(init)
     read = [n.attr for n in find(ast.Attribute, site.tree) if isinstance(n.ctx, ast.Load)]
     for lookup in site.calls:
         token = getattr(lookup.func, "attr", "")
@@ -333,7 +333,7 @@ def _new_embeddings(
     if len(table.args) < 2:
         return []
     kind, width = code_of(table.func), code_of(table.args[1])
-    statement = next(each for each in init.body if table in set(ast.walk(each)))
+    statement = needed(next((each for each in init.body if table in set(ast.walk(each))), None))
     lengths = hyperparameters(site, init, "n_positions")
     return [(f"{kind}({length}, {width})", statement) for length in lengths]
 
@@ -381,27 +381,11 @@ def _with_positions(site: Site, lookup: ast.Call, table: str, ids: str) -> Edit:
     return Edit.replace(lookup, f"({new})" if inside else new)
 
 
-def _tables(site: Site, init: ast.FunctionDef) -> dict[str, tuple[str, ast.Call]]:
+def _tables(init: ast.FunctionDef) -> dict[str, tuple[str, ast.Call]]:
     """Return the embeddings of a constructor by name, each with what holds it and the call."""
-    found: dict[str, tuple[str, ast.Call]] = {}
-    for call in find(ast.Call, init):
-        if "Embedding" not in called(call):
-            continue
-        key = ""
-        for above in ancestors(call):
-            if isinstance(above, ast.keyword) and not key:
-                key = above.arg or ""
-            elif isinstance(above, ast.Dict) and not key:
-                pairs = zip(above.keys, above.values, strict=True)
-                key = next((str(k.value) for k, v in pairs
-                            if v is call and isinstance(k, ast.Constant)), "")  # fmt: skip
-            elif isinstance(above, ast.Assign):
-                target = above.targets[0]
-                if isinstance(target, ast.Attribute):
-                    holder = f"self.{target.attr}" if key else "self"
-                    found[key or target.attr] = (holder, call)
-                break
-    return found
+    calls = [call for call in find(ast.Call, init) if "Embedding" in called(call)]
+    places = {call: place_of(call) for call in calls}
+    return {name: (holder, call) for call, (holder, name) in places.items() if holder}
 
 
 def _position_name(token: str) -> str:
@@ -427,7 +411,7 @@ def removed_factors(site: Site) -> Iterator[Edits]:
 @fixes("scaled_embedding", "scaled_logits")
 def removed_factor(site: Site) -> Iterator[Edits]:
     """Remove a multiplication or a division."""
-    for region in filter(None, (site.statement, site.function)):
+    for region in dict.fromkeys((site.statement, site.within)):
         for node in find(ast.AugAssign, region):
             if isinstance(node.op, (ast.Mult, ast.Div)):
                 yield [removed(node), *unused(site, [node.value])]
@@ -440,7 +424,7 @@ def removed_factor(site: Site) -> Iterator[Edits]:
 @fixes("extra_operation")
 def without_assignment(site: Site) -> Iterator[Edits]:
     """Remove the statements that change a tensor that GPT-2 passes on."""
-    if site.finding.values.get("passed_on"):
+    if site.values.get("passed_on"):
         every = dict.fromkeys(each.statement for each in site.everywhere)
         assigned = [node for node in every if isinstance(node, ast.Assign)]
         yield [removed(node) for node in assigned]
@@ -522,7 +506,7 @@ def _factors(node: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
 @fixes("no_head")
 def added_head(site: Site) -> Iterator[Edits]:
     """Return the product of the hidden states with the token embedding, in a dictionary as well."""
-    head = f"self.{site.finding.values['table']}.T"
+    head = f"self.{site.values['table']}.T"
     for function in reversed([*site.every(ast.FunctionDef)]):
         for node in find(ast.Return, function) if function.name == "forward" else []:
             match node.value:
@@ -548,14 +532,12 @@ def removed_softmax(site: Site) -> Iterator[Edits]:
         tensor = _argument(call)
         if tensor is None:
             continue
-        statement = parent_of(call)
-        result = variable(statement)
+        result = variable(parent_of(call))
         if isinstance(tensor, ast.Name) and result not in ("", tensor.id):
             function = enclosing(call, ast.FunctionDef)
             reads = [n for n in find(ast.Name, function or site.tree)
                      if n.id == result and isinstance(n.ctx, ast.Load)]  # fmt: skip
-            assert isinstance(statement, ast.stmt)
-            yield [removed(statement), *(Edit.replace(n, tensor.id) for n in reads)]
+            yield [removed(statement_of(call)), *(Edit.replace(n, tensor.id) for n in reads)]
         own = isinstance(call.func, ast.Attribute) and call.func.value is not tensor
         yield [*only(call, tensor), *(unused(site, [call.func]) if own else [])]
 

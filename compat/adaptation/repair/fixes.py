@@ -2,7 +2,8 @@
 
 To add a fix, write a generator that yields lists of edits for a `Site`, decorate it with
 `@fixes(CODE, …)`, and put it into the module of its part of GPT-2. A fix may yield edits that turn
-out wrong: `repair` keeps only what improves the model.
+out wrong: `repair` keeps only what improves the model. A fix that looks something up that the code
+or the finding does not have ends with a LookupError, such as that of `site.function`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from compat.adaptation.repair.edits import Edit, Edits, edited_texts
-from compat.adaptation.repair.source import Node, Source, enclosing, find, source_of
+from compat.adaptation.repair.source import Node, Source, enclosing, find, needed, source_of
 from compat.adaptation.repair.syntax import constructor, variables
 from compat.adaptation.result import Finding
 from compat.config import GPT2Config
@@ -90,32 +92,57 @@ class Site:
         """The innermost statement of the finding's line."""
         return self.source.statements_at(self.line)[0]
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values of the finding."""
+        return self.finding.values
+
     @cached_property
-    def function(self) -> ast.FunctionDef | None:
+    def function_or_none(self) -> ast.FunctionDef | None:
         """The function or method around the line."""
-        inside = isinstance(self.statement, ast.FunctionDef)
-        found = self.statement if inside else enclosing(self.statement, ast.FunctionDef)
-        return found if isinstance(found, ast.FunctionDef) else None
+        if isinstance(self.statement, ast.FunctionDef):
+            return self.statement
+        return enclosing(self.statement, ast.FunctionDef)
+
+    @property
+    def function(self) -> ast.FunctionDef:
+        """The function or method around the line, without which the fix does not apply."""
+        return needed(self.function_or_none)
 
     @property
     def region(self) -> ast.AST:
         """The function or method around the line, or else the whole file."""
-        return self.function or self.tree
+        return self.function_or_none or self.tree
+
+    @property
+    def within(self) -> ast.stmt:
+        """The function or method around the line, or else the statement."""
+        return self.function_or_none or self.statement
 
     @cached_property
-    def cls(self) -> ast.ClassDef | None:
+    def cls_or_none(self) -> ast.ClassDef | None:
         """The class around the line."""
         return enclosing(self.statement, ast.ClassDef)
 
-    @cached_property
-    def init(self) -> ast.FunctionDef | None:
+    @property
+    def cls(self) -> ast.ClassDef:
+        """The class around the line, without which the fix does not apply."""
+        return needed(self.cls_or_none)
+
+    @property
+    def init_or_none(self) -> ast.FunctionDef | None:
         """The constructor of the class around the line."""
-        return None if self.cls is None else constructor(self.cls)
+        return None if self.cls_or_none is None else constructor(self.cls_or_none)
+
+    @property
+    def init(self) -> ast.FunctionDef:
+        """The constructor of the class around the line, without which the fix does not apply."""
+        return needed(self.init_or_none)
 
     @cached_property
     def scopes(self) -> list[ast.AST]:
         """The statement, and the function and class around it."""
-        around = [self.statement, self.function, self.cls]
+        around = [self.statement, self.function_or_none, self.cls_or_none]
         return [scope for scope in around if scope is not None]
 
     @cached_property

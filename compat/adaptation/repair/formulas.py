@@ -34,10 +34,7 @@ def formulas(site: Site, within: ast.AST) -> list[ast.expr]:
     """Return the largest element-wise expressions in the order of the text."""
     expressions = find(ast.expr, within)
     formula = {node for node in expressions if _parts(site, node) is not None}
-    return [
-        node for node in expressions
-        if node in formula and parent_of(node) not in formula
-    ]  # fmt: skip
+    return [node for node in expressions if node in formula and parent_of(node) not in formula]
 
 
 def _operands(site: Site, node: ast.expr) -> Iterator[ast.expr]:
@@ -79,7 +76,7 @@ def _is_imported(site: Site, node: ast.expr) -> bool:
 
 def _constants(site: Site) -> set[str]:
     """Return the names that are assigned numbers only, in the function or in the module."""
-    statements = [*site.tree.body, *(site.function.body if site.function else [])]
+    statements = [*site.tree.body, *(site.function.body if site.function_or_none else [])]
     return {
         target.id
         for statement in statements
@@ -117,10 +114,10 @@ def unused(site: Site, dropped: list[ast.AST]) -> Edits:
         edits += _assignment([n for n in every if n not in inside])
     local = {node.id for node in inside if isinstance(node, ast.Name)} - site.imported
     for name in sorted(local):
-        if site.function is None or name in {a.arg for a in ast.walk(site.function.args)
-                                             if isinstance(a, ast.arg)}:  # fmt: skip
+        function = site.function_or_none
+        if function is None or name in {a.arg for a in find(ast.arg, function.args)}:
             continue
-        named = [n for n in find(ast.Name, site.function) if n.id == name]
+        named = [n for n in find(ast.Name, function) if n.id == name]
         edits += _assignment([n for n in named if n not in inside])
     return edits
 

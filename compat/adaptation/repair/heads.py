@@ -10,6 +10,7 @@ from itertools import islice
 
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, edited, fixes, rewritten
+from compat.adaptation.repair.held import unread
 from compat.adaptation.repair.modules import unused_module
 from compat.adaptation.repair.scale import head_size_in_scale
 from compat.adaptation.repair.source import (
@@ -19,9 +20,11 @@ from compat.adaptation.repair.source import (
     find_calls,
     following,
     grouped_code,
+    needed,
     operand_code,
     parent_of,
     source_of,
+    statement_of,
 )
 from compat.adaptation.repair.syntax import (
     assigned,
@@ -50,9 +53,9 @@ from compat.user_models.synonyms import role_of
 @fixes("no_head_split_transpose")
 def split_with_transpose(site: Site) -> Iterator[Edits]:
     """Change `x.view(B, H, T, D)` to `x.view(B, T, H, D).transpose(1, 2)`."""
-    within = site.function or site.statement
+    within = site.within
     for calls in (find(ast.Call, within), site.calls):
-        yield [edit for call in calls for edit in _exchanged(site, call)]
+        yield [edit for call in calls for edit in _exchanged(call)]
     for call in find_calls(SDPA, within=within):
         if len(call.args) >= 3:
             yield [
@@ -62,7 +65,7 @@ def split_with_transpose(site: Site) -> Iterator[Edits]:
             ]  # fmt: skip
 
 
-def _exchanged(site: Site, call: ast.Call) -> Edits:
+def _exchanged(call: ast.Call) -> Edits:
     """Return the edits that exchange the second and third size of a reshape to four axes."""
     sizes = call.args
     if len(sizes) == 1 and isinstance(sizes[0], (ast.Tuple, ast.List)):
@@ -82,7 +85,6 @@ def _exchanged(site: Site, call: ast.Call) -> Edits:
 @fixes("no_head_merge_transpose")
 def transposed_heads(site: Site) -> Iterator[Edits]:
     """Transpose the heads back before they are merged."""
-    assert site.function is not None
     others = [c for c in find(ast.Call, site.function) if c not in site.calls]
     for call in [*site.calls, *reversed(others)]:
         name = called(call)
@@ -131,7 +133,7 @@ def _swaps(function: ast.FunctionDef) -> list[str]:
 def own_value(site: Site) -> Iterator[Edits]:
     """Use the value, or another part of q, k and v, that the code has but does not use."""
     function = site.function
-    if function is None or site.finding.values.get("part") in ("norm", "layer"):
+    if site.values.get("part") in ("norm", "layer"):
         return
     for name in _unused_names(function):
         for product in reversed(products(function)):
@@ -157,8 +159,7 @@ def _unused_names(function: ast.FunctionDef) -> list[str]:
     last = {arg.arg: 0 for arg in function.args.args if arg.arg != "self"}
     for node in names:
         if isinstance(node.ctx, ast.Store):
-            statement = enclosing(node, ast.stmt)
-            last[node.id] = 0 if statement is None else statement.end_lineno or 0
+            last[node.id] = statement_of(node).end_lineno or 0
     read = {
         node.id for node in names
         if isinstance(node.ctx, ast.Load) and node.lineno > last.get(node.id, 0)
@@ -169,9 +170,9 @@ def _unused_names(function: ast.FunctionDef) -> list[str]:
 @fixes("missing_ln")
 def projected_from_the_norm(site: Site) -> Iterator[Edits]:
     """Project what the other projections of q, k and v project."""
-    if "raw" not in site.finding.values:
+    if "raw" not in site.values:
         return
-    within = find(ast.Call, site.function or site.statement)
+    within = find(ast.Call, site.within)
     names = [c.args[0].id for c in within if len(c.args) == 1 and isinstance(c.args[0], ast.Name)]
     for call in site.calls:
         for argument in call.args:
@@ -224,11 +225,11 @@ def _head_sizes(init: ast.FunctionDef, width: str, numbers: list[str]) -> Iterat
 @fixes("n_head_mismatch")
 def split_heads(site: Site) -> Iterator[Edits]:
     """Split q, k and v into heads before their product, where none of them is split."""
-    if site.finding.values["found"] != 1 or site.function is None:
+    if site.values["found"] != 1:
         return
     for last, names in _attended(site):
         statements = find(ast.stmt, site.function)
-        first = next(node for node in statements if _reads_both(node, names))
+        first = needed(next((node for node in statements if _reads_both(node, names)), None))
         sizes = _leading_sizes(site, names[0])
         for heads, stored in _numbers_of_heads(site):
             lines = [f"{x} = {x}.view({sizes}, {heads}, -1).transpose(1, 2)" for x in names]
@@ -254,7 +255,7 @@ def _last_axes(site: Site, names: list[str]) -> Edits:
 
 def _rescaled(site: Site, split: Edits) -> Iterator[Edits]:
     """Yield the split, and the size of a head in the place of the width that scaled the scores."""
-    d_head = site.config.n_embd // site.finding.values["expected"]
+    d_head = site.config.n_embd // site.values["expected"]
     values = {"found": site.config.n_embd**-0.5, "expected": d_head**-0.5, "d_head": d_head}
     changed = edited(site, split)
     finding = dataclasses.replace(changed.finding, code="scale_by_d_model", values=values)
@@ -269,7 +270,7 @@ def _attended(site: Site) -> Iterator[tuple[ast.expr, list[str]]]:
         names = [each.id for each in call.args[:3] if isinstance(each, ast.Name)]
         if len(names) == 3:
             yield call, names
-    found = products(site.function or site.statement)
+    found = products(site.within)
     for scores in score_products(site):
         operands = [scores.left, scores.right]
         names = [n.id for each in operands for n in find(ast.Name, each)][:2]
@@ -294,9 +295,7 @@ def _leading_sizes(site: Site, name: str) -> str:
 
 def _numbers_of_heads(site: Site) -> Iterator[tuple[str, Edits]]:
     """Yield code for the number of heads, with what stores it if nothing does."""
-    init = site.init
-    if site.cls is None:
-        return
+    init = site.init_or_none
     own = [code_of(node) for node in find(ast.Attribute, site.cls)
            if role_of(node.attr) == "n_head"]  # fmt: skip
     written = [each for each in own if each.startswith("self.")]
@@ -316,12 +315,10 @@ def _numbers_of_heads(site: Site) -> Iterator[tuple[str, Edits]]:
 def output_projection(site: Site) -> Iterator[Edits]:
     """Project the merged heads: with an unused module of the class, or with a new one."""
     init = site.init
-    if site.cls is None or init is None:
-        return
-    unused = _unread_projections(site, site.cls)
+    unused = [e.name for e in unread(site.cls) if called(e.built) in ("Linear", "Conv1D")]
     created: list[tuple[str, Edits]] = [(name, []) for name in unused]
     if not unused:
-        name, statement = _name_of_projection(site, init), _last_built(init)
+        name, statement = _name_of_projection(init), _last_built(init)
         for width in _widths(site, init):
             new = f"self.{name} = {_linear(site, init)}({width}, {width})"
             created.append((name, [Edit.insert_after(statement, new)]))
@@ -330,20 +327,7 @@ def output_projection(site: Site) -> Iterator[Edits]:
             yield [*edits, *applied]
 
 
-def _unread_projections(site: Site, cls: ast.ClassDef) -> list[str]:
-    """Return the attributes of a class that hold a projection that nothing reads."""
-    attributes = find(ast.Attribute, cls)
-    read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load)}
-    return [
-        target.attr
-        for node in find(ast.Assign, cls)
-        for target in node.targets
-        if isinstance(target, ast.Attribute) and target.attr not in read
-        and isinstance(node.value, ast.Call) and called(node.value) in ("Linear", "Conv1D")
-    ]  # fmt: skip
-
-
-def _name_of_projection(site: Site, init: ast.FunctionDef) -> str:
+def _name_of_projection(init: ast.FunctionDef) -> str:
     """Return a name for the output projection in the style of the other modules' names."""
     names = {n.attr for n in find(ast.Attribute, init) if own_attribute(n)}
     styles = (

@@ -7,17 +7,15 @@ from collections.abc import Iterator
 
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, fixes
-from compat.adaptation.repair.source import code_of, enclosing, find, find_calls, operand_code
+from compat.adaptation.repair.source import code_of, find, find_calls, operand_code, statement_of
 from compat.adaptation.repair.syntax import argument, called
 
 
 @fixes("kv_cache")
 def cached_positions(site: Site) -> Iterator[Edits]:
     """Begin the positions after the cached ones, whose number the finding's `past` computes."""
-    function, past = site.function, site.finding.values.get("past")
-    if function is None:
-        return
-    yield from _without_ones(site, function)
+    function, past = site.function, site.values.get("past")
+    yield from _without_ones(function)
     if not past:
         return
     for start in find(ast.Assign, function):  # start = 0
@@ -25,9 +23,7 @@ def cached_positions(site: Site) -> Iterator[Edits]:
             yield [Edit.replace(start.value, past)]
     name = site.new_name("past", "past_length")
     for node, edits in _from_zero(function, name):
-        statement = enclosing(node, ast.stmt)
-        if statement is not None:
-            yield [Edit.insert_before(statement, f"{name} = {past}"), *edits]
+        yield [Edit.insert_before(statement_of(node), f"{name} = {past}"), *edits]
 
 
 @fixes("kv_cache")
@@ -43,7 +39,7 @@ def causal_without_a_cache(site: Site) -> Iterator[Edits]:
             yield [Edit.replace(causal, new)]
 
 
-def _without_ones(site: Site, function: ast.FunctionDef) -> Iterator[Edits]:
+def _without_ones(function: ast.FunctionDef) -> Iterator[Edits]:
     """Remove a 1 that is added or subtracted."""
     for node in find(ast.BinOp, function):
         is_one = isinstance(node.right, ast.Constant) and node.right.value in (1, 2)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, fixes
+from compat.adaptation.repair.held import held, reads
 from compat.adaptation.repair.source import (
     block_of,
     code_around,
@@ -19,6 +20,7 @@ from compat.adaptation.repair.source import (
     indent_of,
     source_of,
     span,
+    statement_of,
 )
 from compat.adaptation.repair.syntax import called, is_self, variables
 from compat.adaptation.repair.values import hyperparameters_at
@@ -29,7 +31,7 @@ WITHOUT_PARAMETERS = re.compile("Dropout|Identity|[GS]?[eE]LU|ReLU|SiLU|Softmax"
 def _numbers(site: Site, node: ast.AST) -> list[str]:
     """Return how the code around a node can write the checkpoint's number of layers."""
     known = hyperparameters_at(site, node, "n_layer")
-    return [*known, str(site.finding.values["expected"])]
+    return [*known, str(site.values["expected"])]
 
 
 @fixes("n_layer_mismatch")
@@ -46,7 +48,7 @@ def stream_through_blocks(site: Site) -> Iterator[Edits]:
 @fixes("n_layer_mismatch")
 def generated_blocks(site: Site) -> Iterator[Edits]:
     """Build the checkpoint's number of blocks in place of blocks that are written out."""
-    found = site.finding.values["found"]
+    found = site.values["found"]
     for node in find(ast.expr, site.region):
         items = getattr(node, "args" if isinstance(node, ast.Call) else "elts", [])
         for first in range(len(items) - found + 1):
@@ -75,14 +77,12 @@ def blocks_in_a_loop(site: Site) -> Iterator[Edits]:
     A single block is repeated as well.
     """
     cls = site.cls
-    if cls is None:
-        return
     alike: dict[str, dict[str, ast.Assign]] = {}
-    for name, statement, call in _built(site):
-        alike.setdefault(code_of(call), {})[name] = statement
+    for name, statement, built in held(site.init):
+        alike.setdefault(code_of(built), {})[name] = statement
     for code, group in alike.items():
         names, statements = list(group), list(group.values())
-        if len(group) != site.finding.values["found"] or not (
+        if len(group) != site.values["found"] or not (
             len(group) > 1 or site.statement is statements[0]
         ):
             continue
@@ -96,37 +96,20 @@ def blocks_in_a_loop(site: Site) -> Iterator[Edits]:
             yield [Edit.replace(kept, f"self.{listed} = {module}"), *removed, *used]
 
 
-def _built(site: Site) -> Iterator[tuple[str, ast.Assign, ast.Call]]:
-    """Yield the statements of the constructor such as `self.name = Module(…)`, with their parts."""
-    for statement in [] if site.init is None else site.init.body:
-        match statement:
-            case ast.Assign([target], ast.Call() as call) if is_self(target):
-                yield target.attr, statement, call
-
-
-def _reads(cls: ast.ClassDef, names: Container[str]) -> list[ast.Attribute]:
-    """Return where a class reads `self.name` for one of the names."""
-    return [
-        node for node in find(ast.Attribute, cls)
-        if is_self(node) and node.attr in names and isinstance(node.ctx, ast.Load)
-    ]  # fmt: skip
-
-
-def _name_of_list(cls: ast.ClassDef, names: list[str]) -> str:
+def _name_of_list(cls: ast.ClassDef, blocks: list[str]) -> str:
     """Return a name for the list of blocks: `blocks` for `block1` and `block2`."""
-    known = {node.attr for node in find(ast.Attribute, cls)} - set(names)
-    stem = re.sub(r"_?\d+$", "", names[0])
-    return next(
-        name for name in (f"{stem}s", "blocks", "layers", f"all_{stem}") if name not in known
-    )
+    known = {node.attr for node in find(ast.Attribute, cls)} - set(blocks)
+    stem = re.sub(r"_?\d+$", "", blocks[0])
+    names = (f"{stem}s", "blocks", "layers")
+    return next((name for name in names if name not in known), f"all_{stem}")
 
 
 def _iterated(cls: ast.ClassDef, names: list[str], listed: str) -> Edits | None:
     """Return a loop over the list in place of the calls of the blocks, one after the other."""
-    reads = _reads(cls, names)
-    if sorted(node.attr for node in reads) != sorted(names):
+    every = reads(cls, *names)
+    if sorted(node.attr for node in every) != sorted(names):
         return None
-    by_read = {node: above for node in reads if (above := enclosing(node, ast.stmt))}
+    by_read = {node: statement_of(node) for node in every}
     first, *others = statements = list(dict.fromkeys(by_read.values()))
     if not others and len(names) > 1:
         return _unnested(first, names, listed)
@@ -157,14 +140,14 @@ def layer_in_a_loop(site: Site) -> Iterator[Edits]:
     """Repeat the statements of a single layer, whose modules become lists of modules."""
     cls = site.cls
     built = {
-        name: statement for name, statement, call in _built(site)
+        name: statement for name, statement, call in held(site.init)
         if not WITHOUT_PARAMETERS.search(called(call))
     }  # fmt: skip
     own = next((name for name, statement in built.items() if statement is site.statement), None)
-    if cls is None or own is None or site.finding.values["found"] != 1:
+    if own is None or site.values["found"] != 1:
         return
-    reads = _reads(cls, built)
-    use = next((enclosing(node, ast.stmt) for node in reads if node.attr == own), None)
+    every = reads(cls, *built)
+    use = next((statement_of(node) for node in every if node.attr == own), None)
     if use is None:
         return
     block = block_of(use)
@@ -172,9 +155,9 @@ def layer_in_a_loop(site: Site) -> Iterator[Edits]:
     ranges = [(i, j) for i in range(place + 1) for j in range(place + 1, len(block) + 1)]
     for i, j in sorted(ranges, key=lambda each: each[1] - each[0]):
         inside = set().union(*(ast.walk(statement) for statement in block[i:j]))
-        within = [node for node in reads if node in inside]
+        within = [node for node in every if node in inside]
         names = list(dict.fromkeys(node.attr for node in within))
-        shared = any(node.attr in names and node not in inside for node in reads)
+        shared = any(node.attr in names and node not in inside for node in every)
         if shared or not _passes_on(block[i:j]):
             continue
         for size in _numbers(site, site.statement):

@@ -18,6 +18,7 @@ from compat.adaptation.repair.source import (
     parent_of,
     source_of,
     span,
+    statement_of,
 )
 from compat.adaptation.repair.syntax import (
     argument,
@@ -102,7 +103,6 @@ def flag_of_mask(site: Site) -> Iterator[Edits]:
 
 def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
     """Return masks that the function could use, with their definitions: variables, then buffers."""
-    assert site.function is not None
     function = site.function
     found: list[tuple[str, ast.expr | None]] = []
     for node in find(ast.Name, function):
@@ -110,7 +110,7 @@ def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
             values = [v for v, u in assigned_values(function, node.id) if u is None]
             found.append((node.id, values[-1] if values else None))
     found += [(a.arg, None) for a in function.args.args if MASK.search(a.arg)]
-    cls = site.cls
+    cls = site.cls_or_none
     for call in find_calls("register_buffer", within=cls) if cls is not None else []:
         first = argument(call, 0, "name")
         if isinstance(first, ast.Constant):
@@ -128,9 +128,7 @@ def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
             if value is None or any(isinstance(n, ast.Sub) for n in ast.walk(value))
         ]  # fmt: skip
     used = {code_of(n) for n in find(ast.Attribute, cls)} if cls is not None else set()
-    return [
-        (name, value) for name, value in dict(found).items() if name.split("[")[0] not in used
-    ]  # fmt: skip
+    return [(name, value) for name, value in dict(found).items() if name.split("[")[0] not in used]
 
 
 def _triangle(node: ast.expr | None) -> str:
@@ -141,7 +139,6 @@ def _triangle(node: ast.expr | None) -> str:
 
 def _length(site: Site) -> str | None:
     """Return the name of the number of tokens, as in `B, T, C = x.shape`."""
-    assert site.function is not None
     for node in find(ast.Assign, site.function):
         sizes = unpacked_sizes(node)
         if len(sizes) in (2, 3) and sizes[1] != "_":
@@ -173,10 +170,10 @@ def _masked(site: Site, scores: str, mask: str, value: ast.expr | None) -> list[
 def cached_mask(site: Site) -> Iterator[Edits]:
     """Pass a mask to `scaled_dot_product_attention` where a KV cache rules out `is_causal`."""
     for call in site.calls:
-        if called(call) != SDPA or not is_cached(site.function) or len(call.args) < 2:
+        if called(call) != SDPA or not is_cached(site.function_or_none) or len(call.args) < 2:
             continue
-        statement, (q, k) = enclosing(call, ast.stmt), call.args[:2]
-        if statement is None or not isinstance(q, ast.Name) or not isinstance(k, ast.Name):
+        statement, (q, k) = statement_of(call), call.args[:2]
+        if not isinstance(q, ast.Name) or not isinstance(k, ast.Name):
             continue
         queries, keys = size_of(site, q.id, -2), size_of(site, k.id, -2)
         dtype = site.torch("torch.bool")
@@ -198,7 +195,7 @@ def cached_mask(site: Site) -> Iterator[Edits]:
 def is_causal(site: Site) -> Iterator[Edits]:
     """Let `scaled_dot_product_attention` hide the tokens after each one."""
     for call in site.calls:
-        if called(call) != SDPA or is_cached(site.function):
+        if called(call) != SDPA or is_cached(site.function_or_none):
             continue
         causal = Edit.set_argument(call, 5, "is_causal", "True")
         mask = argument(call, 3, "attn_mask")
@@ -224,8 +221,7 @@ def masked_scores(site: Site) -> Iterator[Edits]:
     """Mask the scores before the softmax, with a mask of the user's if there is one."""
     source = site.source
     for call, scores in softmax_calls(site)[:2]:
-        statement = enclosing(call, ast.stmt)
-        assert statement is not None
+        statement = statement_of(call)
         name, before, edits = named_scores(site, scores)
         length = _length(site) or f"{name}.size(-1)"
         for mask, value in _masks(site, statement):
@@ -257,8 +253,7 @@ def module_mask(site: Site) -> Iterator[Edits]:
             kinds = [kind for kind in MODULE_MASKS if kind in built]
         if not kinds or not call.args:
             continue
-        statement = enclosing(call, ast.stmt)
-        assert statement is not None
+        statement = statement_of(call)
         keyword = MODULE_MASKS[kinds[0]]
         names = [n.id for n in find(ast.Name, call.args[0]) if n.id != "self"]
         x = names[-1] if names else operand_code(call.args[0])
@@ -321,9 +316,9 @@ def _is_mask(node: ast.expr) -> bool:
 def causal_mask(site: Site) -> Iterator[Edits]:
     """Change what creates or applies a mask so that it hides the tokens after each one."""
     scopes: list[ast.AST] = [site.statement]
-    if site.finding.code == "no_mask" or site.function is None:
-        scopes = [] if site.function is None else [site.function]
-    elif site.cls is not None:
+    if site.finding.code == "no_mask" or site.function_or_none is None:
+        scopes = [site.function] if site.function_or_none else []
+    elif site.cls_or_none is not None:
         scopes += [site.function, *find(ast.FunctionDef, site.cls)]
     scopes = list(dict.fromkeys([*scopes, site.tree]))
     yield from _diagonals(scopes[0])

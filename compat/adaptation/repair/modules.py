@@ -10,6 +10,7 @@ from typing import Literal
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, fixes
 from compat.adaptation.repair.formulas import only
+from compat.adaptation.repair.held import held, reads, unread
 from compat.adaptation.repair.source import ancestors, code_of, enclosing, find, source_of
 from compat.adaptation.repair.syntax import (
     called,
@@ -40,11 +41,11 @@ USUAL_OPTIONS = ("gelu", "learned", "layernorm")
 @fixes("plain_list")
 def module_list(site: Site) -> Iterator[Edits]:
     """Change `self.blocks = [...]` to `self.blocks = nn.ModuleList([...])`."""
-    name = str(site.finding.values["name"])
+    name = str(site.values["name"])
     for node in find(ast.Assign, site.tree):
         stored = any(isinstance(t, ast.Attribute) and t.attr == name for t in node.targets)
         if stored and node.lineno <= site.line <= (node.end_lineno or 0):
-            kind = "ModuleDict" if site.finding.values["kind"] == "dict" else "ModuleList"
+            kind = "ModuleDict" if site.values["kind"] == "dict" else "ModuleList"
             module, inner = site.torch(f"torch.nn.{kind}"), node.value
             if isinstance(inner, ast.Call) and called(inner) in ("list", "tuple"):
                 inner = inner.args[0]
@@ -60,7 +61,7 @@ def batch_first(site: Site) -> Iterator[Edits]:
             yield [passed]
             lengths = [
                 Edit.replace(number, "1")
-                for node in find(ast.expr, site.cls or site.tree)
+                for node in find(ast.expr, site.cls_or_none or site.tree)
                 if is_size(node) and (number := _axis(node)) and constant(number) == 0
             ]
             if lengths:
@@ -182,22 +183,13 @@ def without_noise(site: Site) -> Iterator[Edits]:
 def unused_module(site: Site) -> Iterator[Edits]:
     """Call a module that the class builds and never calls where another one is called again."""
     cls = site.cls
-    if cls is None:
-        return
-    own = [node for node in find(ast.Attribute, cls) if is_self(node)]
-    reads = [node for node in own if isinstance(node.ctx, ast.Load)]
-    read = [node.attr for node in reads]
-    built = [
-        target.attr
-        for statement in find(ast.Assign, cls)
-        for target in statement.targets
-        if isinstance(target, ast.Attribute) and isinstance(statement.value, ast.Call)
-    ]
-    for name in dict.fromkeys(built):
-        if name not in read:
-            for node in reversed(reads):
-                if read.count(node.attr) > 1 and node.attr in built:
-                    yield [Edit.replace(node, f"self.{name}")]
+    built = {module.name for module in held(cls)}
+    every = reads(cls, *built)
+    read = [node.attr for node in every]
+    for name in dict.fromkeys(module.name for module in unread(cls)):
+        for node in reversed(every):
+            if read.count(node.attr) > 1:
+                yield [Edit.replace(node, f"self.{name}")]
 
 
 @fixes("time_shift")
@@ -214,7 +206,7 @@ def without_shift(site: Site) -> Iterator[Edits]:
 @fixes("qk_norm")
 def without_normalization(site: Site) -> Iterator[Edits]:
     """Remove the statements that normalize q and k, or replace the calls by their arguments."""
-    within = site.function or site.statement
+    within = site.within
     removed = [
         Edit.remove(node)
         for node in find(ast.Assign, within)

@@ -12,10 +12,10 @@ from compat.adaptation.repair.source import (
     ancestors,
     code_around,
     code_of,
-    enclosing,
     find,
     find_calls,
     operand_code,
+    statement_of,
 )
 from compat.adaptation.repair.syntax import (
     argument,
@@ -99,7 +99,7 @@ def _is_close(value: object, number: float) -> bool:
 @fixes("eps_value")
 def eps_literal(site: Site) -> Iterator[Edits]:
     """Change the literal that eps comes from, or else the expression itself."""
-    expected = numeral(site.finding.values["expected"])
+    expected = numeral(site.values["expected"])
     found = list(_eps_expressions(site))
     written = [place for eps in found for place in _literals(site, eps)]
     edits = [Edit.replace(node, expected) for node in written or found]
@@ -122,9 +122,9 @@ def _eps_expressions(site: Site) -> Iterator[ast.expr]:
 @fixes("eps_value")
 def eps_argument(site: Site) -> Iterator[Edits]:
     """Pass eps to the norms of torch that use their default."""
-    if not _is_close(LAYER_NORM_EPS, site.finding.values["found"]):
+    if not _is_close(LAYER_NORM_EPS, site.values["found"]):
         return
-    expected, edits = numeral(site.finding.values["expected"]), []
+    expected, edits = numeral(site.values["expected"]), []
     for call in site.every(ast.Call):
         name = called(call)
         keyword = EPS_KEYWORDS.get(name, "eps")
@@ -137,9 +137,9 @@ def eps_argument(site: Site) -> Iterator[Edits]:
 @fixes("eps_value")
 def eps_in_root(site: Site) -> Iterator[Edits]:
     """Add eps to a variance that has none."""
-    if site.finding.values["found"] or site.function is None:
+    if site.values["found"]:
         return
-    expected = numeral(site.finding.values["expected"])
+    expected = numeral(site.values["expected"])
     for node in find(ast.expr, site.function):
         inner = _variance(site, node)
         if inner is not None:
@@ -151,7 +151,7 @@ def eps_in_root(site: Site) -> Iterator[Edits]:
 @fixes("eps_value")
 def any_literal(site: Site) -> Iterator[Edits]:
     """Change every number of the value, or one of them."""
-    found, expected = site.finding.values["found"], site.finding.values["expected"]
+    found, expected = site.values["found"], site.values["expected"]
     if 0 < found <= MAX_EPS:
         edits = [
             Edit.replace(node, numeral(expected))
@@ -172,7 +172,7 @@ class Term(NamedTuple):
 def _terms(site: Site) -> Iterator[Term]:
     """Yield the sums with eps of the finding's class or file, those of its line first."""
     nodes = find(ast.AST, site.region)
-    if site.cls is not None:
+    if site.cls_or_none is not None:
         nodes += find(ast.AST, site.cls)
     nodes = list(dict.fromkeys(nodes))
     for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0) != site.line):
@@ -197,7 +197,7 @@ def _is_eps(site: Site, node: ast.expr) -> bool:
 @fixes("eps_outside_sqrt")
 def eps_inside(site: Site) -> Iterator[Edits]:
     """Move eps from the root into it; also with the checkpoint's eps."""
-    found, expected = site.finding.values["found"], site.finding.values["expected"]
+    found, expected = site.values["found"], site.values["expected"]
     for term in _terms(site):
         yield from _moved(site, term, code_of(term.eps))
         if not _is_close(found, expected):
@@ -210,7 +210,7 @@ def eps_inside(site: Site) -> Iterator[Edits]:
 
 def _literals(site: Site, eps: ast.expr) -> list[ast.expr]:
     """Return the literals that an eps gets the value of the finding from."""
-    found = site.finding.values["found"]
+    found = site.values["found"]
     return [literal for literal in origins(site, eps) if _is_close(constant(literal), found)]
 
 
@@ -297,10 +297,11 @@ def subtract_mean(site: Site) -> Iterator[Edits]:
     scopes = [*site.scopes, *called_here]
     for node in [node for scope in scopes for node in find(ast.expr, scope)]:
         squared = _squared(site, node)
-        statement = enclosing(node, ast.stmt)
-        if squared is not None and statement is not None:
+        if squared is not None:
             x = code_of(squared)
-            yield [Edit.insert_before(statement, f"{x} = {x} - {_mean_like(site, node, x)}")]
+            yield [
+                Edit.insert_before(statement_of(node), f"{x} = {x} - {_mean_like(site, node, x)}")
+            ]
 
 
 def _squared(site: Site, node: ast.expr) -> ast.Name | None:
@@ -346,7 +347,7 @@ def module_of_torch(site: Site) -> Iterator[Edits]:
 def _module_of_torch(site: Site, *, named_rms: bool) -> Iterator[Edits]:
     eps, module = site.config.layer_norm_epsilon, site.torch("torch.nn.LayerNorm")
     keyword = "" if _is_close(LAYER_NORM_EPS, eps) else f", eps={numeral(eps)}"
-    names = [] if site.cls is None else [site.cls.name]
+    names = [site.cls.name] if site.cls_or_none else []
     names += [called(call) for call in constructions(site)]
     for name in dict.fromkeys(names):
         if named_rms and "rms" not in name.lower():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, fixes
+from compat.adaptation.repair.held import reads
 from compat.adaptation.repair.source import (
     Source,
     code_of,
@@ -16,11 +17,11 @@ from compat.adaptation.repair.source import (
     find_calls,
     grouped_code,
     grouped_span,
-    indent_of,
     operand_code,
     parent_of,
     source_of,
     span,
+    statement_of,
 )
 from compat.adaptation.repair.syntax import (
     argument,
@@ -37,11 +38,9 @@ from compat.adaptation.repair.syntax import (
     parameters,
     sides,
     variable,
-    variables,
 )
 from compat.adaptation.repair.values import (
     attempts,
-    calls_of,
     chain,
     classes,
     constructions,
@@ -78,7 +77,7 @@ def bias_flag(site: Site) -> Iterator[Edits]:
         call for call in site.every(ast.Call)
         if not _is_head(call) and (site.finding.code not in NORMS or _is_norm(call))
     ]  # fmt: skip
-    own = [call for call in every if enclosing(call, ast.ClassDef) is site.cls]
+    own = [call for call in every if enclosing(call, ast.ClassDef) is site.cls_or_none]
     for calls in (constructions(site), own, every):
         yield from attempts(site, [_turned_on(site, flag) for flag in _flags(site, calls)])
 
@@ -166,14 +165,14 @@ def norm_bias(site: Site) -> Iterator[Edits]:
     """Create the bias of a hand-written norm and add it, or add one that is not used."""
     for cls in _modules(site):
         created_here = [name for _, name, _ in _created(cls)]
-        for unused in (name for name in created_here if not _used(cls, name)):
-            for used in (each for name in created_here for each in _used(cls, name)):
+        for unused in (name for name in created_here if not reads(cls, name)):
+            for used in (each for name in created_here for each in reads(cls, name)):
                 if is_sum(above := parent_of(used)) and used in (above.left, above.right):
                     yield [Edit.replace(used, f"self.{unused}")]
         for statement, name, created in _created(cls):
             bias = _partner(name, 0)
             edits = _declared(cls, statement, created, bias)
-            for used in _used(cls, name):
+            for used in reads(cls, name):
                 edit = _norm_bias_used(used, bias)
                 if edit is not None:
                     yield [*edits, edit]
@@ -184,7 +183,7 @@ def _modules(site: Site) -> Iterator[ast.ClassDef]:
     """Yield the classes of the modules that the finding's statement builds or calls, or its own."""
     names = [called(call) for call in constructions(site)]
     found = [each for name in names for each in classes(site, name)]
-    if site.cls is not None:
+    if site.cls_or_none is not None:
         found.append(site.cls)
     yield from dict.fromkeys(found)
 
@@ -196,10 +195,9 @@ def _created(cls: ast.ClassDef) -> Iterator[tuple[ast.stmt, str, ast.expr]]:
             if is_self(target) and _is_parameter(value):
                 yield node, target.attr, value
     for call in find_calls("register_parameter", within=cls):
-        statement = enclosing(call, ast.stmt)
         match call.args:
-            case [name, ast.Call() as value] if statement is not None:
-                yield statement, str(constant(name)), value
+            case [name, ast.Call() as value]:
+                yield statement_of(call), str(constant(name)), value
 
 
 def _is_parameter(value: ast.expr) -> bool:
@@ -259,14 +257,6 @@ def _parameter(like: ast.expr, fill: str, shape: str | None) -> str:
     return f"{wrapper}({tensor}({shape}))"
 
 
-def _used(cls: ast.ClassDef, name: str) -> list[ast.Attribute]:
-    """Return where the methods of a class read `self.name`."""
-    return [
-        node for node in find(ast.Attribute, cls)
-        if is_self(node, name) and isinstance(node.ctx, ast.Load)
-    ]  # fmt: skip
-
-
 def _user(node: ast.expr) -> ast.AST:
     """Return the expression or statement that an expression is a part or an argument of."""
     above = parent_of(node)
@@ -296,7 +286,7 @@ def norm_weight(site: Site) -> Iterator[Edits]:
         for statement, name, created in _created(cls):
             weight = _partner(name, 1)
             new = f"self.{weight} = {_parameter(created, 'ones', None)}"
-            for used in _used(cls, name):
+            for used in reads(cls, name):
                 edit = _norm_weight_used(used, weight)
                 if edit is not None:
                     yield [Edit.insert_before(statement, new), edit]
@@ -352,8 +342,8 @@ def norm_parameters(site: Site) -> Iterator[Edits]:
 @fixes("no_ln_bias", "no_ln_weight")
 def norm_modules(site: Site) -> Iterator[Edits]:
     """Create modules for norms that are computed by a function without parameters."""
-    name = "layer_norm" if site.function is None else site.function.name
-    if site.cls is not None:
+    name = site.function.name if site.function_or_none else "layer_norm"
+    if site.cls_or_none is not None:
         name = next((called(call) for call in site.calls if "norm" in called(call)), name)
     edits: Edits = []
     for cls in site.every(ast.ClassDef):
@@ -379,7 +369,7 @@ def projection_bias(site: Site) -> Iterator[Edits]:
     found: list[tuple[int, Edits]] = []
     for cls in _modules(site):
         for statement, name, created in _created(cls):
-            for used in _used(cls, name):
+            for used in reads(cls, name):
                 for shape, whole, form in _projection(created, used):
                     bias = _bias_name(name)
                     edits = _declared(cls, statement, created, bias, shape)
@@ -432,7 +422,8 @@ def _products(sizes: list[str], node: ast.expr) -> Iterator[tuple[str, ast.expr,
     above, transposed = parent_of(node), False
     while isinstance(above, ast.Attribute) and above.attr in ("T", "mT", "t", "transpose"):
         whole = above if above.attr in ("T", "mT") else parent_of(above)
-        assert isinstance(whole, ast.expr)
+        if not isinstance(whole, ast.expr):
+            return
         node, above, transposed = whole, parent_of(whole), not transposed
     width = sizes[0] if transposed else sizes[-1]
     match above:
@@ -472,166 +463,16 @@ def _bias_added(whole: ast.expr, bias: str) -> Edit:
     return plus(whole, bias)
 
 
-# Dropout
-
-
-@fixes("dropout_always_on")
-def dropout_in_training(site: Site) -> Iterator[Edits]:
-    """Apply dropout in training only."""
-    edits = [_in_training(call) for call in site.every(ast.Call)]
-    yield from attempts(site, [edit for edit in edits if edit is not None])
-
-
-def _in_training(call: ast.Call) -> Edit | None:
-    name = called(call)
-    if enclosing(call, ast.ClassDef) is None:
-        return None
-    if name == "scaled_dot_product_attention":
-        p = argument(call, 4, "dropout_p")
-        function = enclosing(call, ast.FunctionDef)
-        if isinstance(p, ast.Name) and function is not None:
-            p = next(assignments(function, p.id), p)
-        if p is None or constant(p) == 0 or _mentions_training(p):
-            return None
-        return Edit.replace(p, f"{operand_code(p)} if self.training else 0.0")
-    if not re.fullmatch(r"(alpha_|feature_|feature_alpha_)?dropout[123]?d?_?", name):
-        return None
-    if is_self(call.func) or not isinstance(call.func, (ast.Attribute, ast.Name)):
-        return None
-    key = "train" if code_of(call.func) == "torch.dropout" else "training"
-    flag = argument(call, 2, key)
-    if flag is not None and _mentions_training(flag):
-        return None
-    return Edit.set_argument(call, 2, key, "self.training")
-
-
-def _mentions_training(node: ast.AST) -> bool:
-    return any(getattr(each, "attr", "") == "training" for each in ast.walk(node))
-
-
-@fixes("dropout_always_on")
-def dropout_module_in_forward(site: Site) -> Iterator[Edits]:
-    """Replace a module that forward creates, which is in training mode, by the function."""
-    edits: Edits = []
-    for call in site.every(ast.Call):
-        built = call.func
-        if isinstance(built, ast.Call) and called(built) == "train":
-            assert isinstance(built.func, ast.Attribute)
-            if is_self(built.func.value):
-                edits.append(Edit.replace(built, code_of(built.func.value)))
-                continue
-            built = built.func.value
-        edits += _function_instead(site, call, built)
-        function = enclosing(call, ast.FunctionDef)
-        if isinstance(built, ast.Name) and function is not None:
-            for statement in find(ast.Assign, function):
-                for value in assignments(statement, built.id, deep=False):
-                    if replaced := _function_instead(site, call, value):
-                        yield [*replaced, Edit.remove(statement)]
-    yield from attempts(site, edits)
-
-
-def _function_instead(site: Site, call: ast.Call, built: ast.expr) -> Edits:
-    """Call the function for dropout where a module is called, if the module is nn.Dropout."""
-    if not isinstance(built, ast.Call) or called(built) != "Dropout" or not call.args:
-        return []
-    p = argument(built, 0, "p")
-    arguments = [code_of(call.args[0]), "0.5" if p is None else code_of(p)]
-    dropout = site.torch("torch.nn.functional.dropout")
-    return [Edit.replace(call, f"{dropout}({', '.join(arguments)}, training=self.training)")]
-
-
-@fixes("dropout_always_on")
-def training_mode_forced(site: Site) -> Iterator[Edits]:
-    """Remove from the methods what turns on training mode."""
-    edits = [
-        Edit.remove(statement)
-        for statement in site.every(ast.stmt)
-        if enclosing(statement, ast.ClassDef) is not None and _turns_on_training(statement)
-    ]  # fmt: skip
-    yield from attempts(site, edits)
-
-
-def _turns_on_training(statement: ast.stmt) -> bool:
-    """Return whether a statement is `module.train()` or `module.training = True`."""
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        return called(statement.value) == "train"
-    return any(
-        isinstance(target, ast.Attribute) and target.attr == "training" and constant(value) is True
-        for target, value in assigned(statement)
-    )
-
-
-@fixes("dropout_always_on")
-def written_dropout_in_training(site: Site) -> Iterator[Edits]:
-    """Skip a hand-written dropout in eval mode."""
-    source, function = site.source, site.function
-    if function is None or site.cls is None or site.statement not in function.body:
-        return
-    first, indent = function.body.index(site.statement), indent_of(site.statement)
-    for following in function.body[first : first + 4]:
-        if isinstance(following, ast.Return):
-            break
-        if variables(site.statement) & variables(following):
-            start, end = source.offset(site.statement.lineno, 0), span(following)[1]
-            inner = source.text[start:end].replace(f"\n{indent}", f"\n{indent}    ")
-            text = f"{indent}if self.training:\n    {inner}"
-            yield [Edit.at(site.statement, start, end, text)]
-    inputs = [each.arg for each in function.args.args[1:]]
-    if inputs:
-        early = ("if not self.training:", f"    return {inputs[0]}")
-        yield [Edit.insert_before(site.statement, *early)]
-        yield [Edit.insert_before(function.body[0], *early)]
-
-
-@fixes("dropout_always_on")
-def dropout_in_function(site: Site) -> Iterator[Edits]:
-    """Pass the mode to a function that applies dropout, or remove the dropout."""
-    function = site.function
-    for call in site.calls:
-        if "dropout" not in called(call).lower():
-            continue
-        if function is not None and enclosing(function, ast.ClassDef) is None and not (
-            function.args.kwonlyargs or function.args.vararg or function.args.kwarg
-        ) and function.args.args:  # fmt: skip
-            last = max([*function.args.args, *function.args.defaults], key=span)
-            edits = [Edit.suffix(last, ", training=False")]
-            edits.append(Edit.set_argument(call, 2, "training", "training"))
-            edits += [
-                Edit.set_keyword(each, "training", "self.training")
-                for each in calls_of(site, function.name)
-                if enclosing(each, ast.ClassDef) is not None
-            ]
-            yield edits
-        if call.args:
-            yield [Edit.replace(call, code_of(call.args[0]))]
-
-
 # Parameters without a counterpart
-
-
-@fixes("dropout_always_on")
-def called_in_training(site: Site) -> Iterator[Edits]:
-    """Call a function that drops at random only in training: `f(x, p) if self.training else x`."""
-    edits: Edits = []
-    for each in site.everywhere:
-        arguments = [] if each.function is None else each.function.args.args[:1]
-        for call in each.calls if [a.arg for a in arguments] == ["self"] else ():
-            if isinstance(call.func, ast.Name) and call.args and "drop" in call.func.id.lower():
-                own, operand = code_of(call), code_of(call.args[0])
-                edits.append(Edit.replace(call, f"({own} if self.training else {operand})"))
-    yield edits
 
 
 @fixes("random_parameters")
 def remove_parameter(site: Site) -> Iterator[Edits]:
     """Remove a parameter, or a module with it, and its uses."""
     cls, statement = site.cls, site.statement
-    if cls is None:
-        return
     for target, _ in assigned(statement):
         if is_self(target):
-            uses = [_without(used) for used in _used(cls, target.attr)]
+            uses = [_without(used) for used in reads(cls, target.attr)]
             edits = [edit for edit in uses if edit is not None]
             if len(edits) == len(uses):
                 yield [Edit.remove(statement), *edits]
@@ -641,10 +482,8 @@ def remove_parameter(site: Site) -> Iterator[Edits]:
 def remove_term(site: Site) -> Iterator[Edits]:
     """Remove a module whose result is a variable that is added to others, and the variable."""
     cls, statement = site.cls, site.statement
-    if cls is None:
-        return
     for target, _ in assigned(statement):
-        for used in _used(cls, target.attr) if is_self(target) else ():
+        for used in reads(cls, target.attr) if is_self(target) else ():
             made = enclosing(used, ast.Assign)
             if made is None or not (name := variable(made)):
                 continue
@@ -682,7 +521,7 @@ def _without(used: ast.expr) -> Edit | None:
 @fixes("inner_dim")
 def inner_ratio(site: Site) -> Iterator[Edits]:
     """Change the factor between the width and the inner width of the MLP."""
-    found, expected = site.finding.values["found"], site.finding.values["expected"]
+    found, expected = site.values["found"], site.values["expected"]
     ratio, rest = divmod(expected, site.config.n_embd)
     if rest:
         return
@@ -702,7 +541,7 @@ def inner_width_of_torch(site: Site) -> Iterator[Edits]:
     """Pass the inner width to a layer of torch's encoder, whose default is 2048."""
     for call in site.calls:
         if called(call).startswith("Transformer") and (width := argument(call, 0, "d_model")):
-            ratio = site.finding.values["expected"] // site.config.n_embd
+            ratio = site.values["expected"] // site.config.n_embd
             text = f"{ratio} * {operand_code(width)}"
             yield [Edit.set_keyword(call, "dim_feedforward", text)]
 
@@ -710,14 +549,17 @@ def inner_width_of_torch(site: Site) -> Iterator[Edits]:
 @fixes("inner_dim")
 def inner_width(site: Site) -> Iterator[Edits]:
     """Derive the inner width of the MLP from the width."""
-    ratio, rest = divmod(site.finding.values["expected"], site.config.n_embd)
+    ratio, rest = divmod(site.values["expected"], site.config.n_embd)
     calls = [call for call in site.calls if len(call.args) >= 2 and called(call) != "Sequential"]
     for call in calls[:1] if not rest else ():
         text, hidden = f"{ratio} * {operand_code(call.args[0])}", call.args[1]
         for node in chain(site, hidden)[1:]:
-            if enclosing(node, ast.FunctionDef) is site.function and source_of(node) is site.source:
+            if (
+                enclosing(node, ast.FunctionDef) is site.function_or_none
+                and source_of(node) is site.source
+            ):
                 yield [Edit.replace(node, text)]
-        code, scope = code_of(hidden), site.cls or site.tree
+        code, scope = code_of(hidden), site.cls_or_none or site.tree
         yield [
             Edit.replace(each, text)
             for other in find(ast.Call, scope) for each in other.args
@@ -733,7 +575,7 @@ def _inner_expressions(site: Site) -> Iterator[ast.expr]:
     """Yield the arguments of the calls around the finding, with what they get their values from."""
     names = dict.fromkeys(called(call) for call in site.calls)  # that may build the MLP
     builders = [function for name in names for function in functions(site, name)]
-    for scope in [*builders, site.function or site.cls or site.tree]:
+    for scope in [*builders, site.function_or_none or site.cls_or_none or site.tree]:
         for node in (each for call in find(ast.Call, scope) for each in call.args):
             yield from chain(site, node)
 
@@ -741,7 +583,7 @@ def _inner_expressions(site: Site) -> Iterator[ast.expr]:
 @fixes("n_embd_mismatch")
 def width_literal(site: Site) -> Iterator[Edits]:
     """Write the checkpoint's width where the embedding gets its width from."""
-    found, expected = site.finding.values["found"], str(site.finding.values["expected"])
+    found, expected = site.values["found"], str(site.values["expected"])
     edits = [
         Edit.replace(literal, expected)
         for call in site.calls
@@ -764,7 +606,7 @@ ROLES = {
 @fixes(*ROLES)
 def size_of_constructor(site: Site) -> Iterator[Edits]:
     """Use the size that the constructor is called with instead of another one."""
-    role, found = ROLES[site.finding.code], site.finding.values["found"]
+    role, found = ROLES[site.finding.code], site.values["found"]
     sized: dict[ast.expr, str] = {}
     for node in site.every(ast.expr):
         if constant(node) == found and not isinstance(parent_of(node), ast.BinOp):
@@ -789,8 +631,8 @@ def size_without_arithmetic(site: Site) -> Iterator[Edits]:
 @fixes(*ROLES)
 def literal_size(site: Site) -> Iterator[Edits]:
     """Write the checkpoint's size in place of another number, as in `Block(dim, n_head=6)`."""
-    role, found = ROLES[site.finding.code], site.finding.values["found"]
-    expected = str(site.finding.values["expected"])
+    role, found = ROLES[site.finding.code], site.values["found"]
+    expected = str(site.values["expected"])
     sized: dict[ast.expr, str] = {
         node: expected for node in site.every(ast.Constant)
         if constant(node) == found and role_of(_name_of_value(site, node)) == role

@@ -26,6 +26,8 @@ from compat.adaptation.adapt import adapt
 from compat.adaptation.repair import (
     activations,
     blocks,
+    branches,
+    dropout,
     embeddings,
     heads,
     kv_cache,
@@ -62,8 +64,8 @@ from compat.user_models.usage import user_modules
 
 # Importing these modules fills the registry.
 AREAS = (
-    activations, blocks, embeddings, heads, kv_cache, layers, mask, modules, norms, parameters,
-    scale, softmax, signature,
+    activations, blocks, branches, dropout, embeddings, heads, kv_cache, layers, mask, modules,
+    norms, parameters, scale, softmax, signature,
 )  # fmt: skip
 # The proof imports what this process does, although a folder of the user's may be called `torch`.
 PROVE = "import sys; sys.path[:] = {}; from compat.adaptation.repair.prove import main; main()"
@@ -379,7 +381,7 @@ class Search:
         for fix in FIXES.get(finding.code, ()):
             if fix in UNSAFE and not unsafe:
                 continue
-            with contextlib.suppress(Exception):  # the code has a form that the fix does not know
+            with contextlib.suppress(LookupError):  # the code lacks what the fix changes
                 yield from fix(site)
 
 

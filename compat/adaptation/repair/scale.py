@@ -19,10 +19,12 @@ from compat.adaptation.repair.source import (
     find_calls,
     grouped_code,
     grouped_span,
+    needed,
     operand_code,
     parent_of,
     source_of,
     span,
+    statement_of,
 )
 from compat.adaptation.repair.syntax import (
     called,
@@ -69,7 +71,7 @@ def _head_sizes(site: Site, place: ast.expr) -> list[str]:
         found += list(filter(HEAD_SIZE.match, parameters(function)))
     found += [] if cls is None else _own_head_sizes(site, cls, function, place)
     found += [] if function is None else _operand_sizes(site, function)
-    found += [] if cls is None else _quotients(site, cls, function)
+    found += [] if cls is None else _quotients(cls, function)
     return list(dict.fromkeys(found))
 
 
@@ -98,8 +100,8 @@ def _own_head_sizes(
             if early and value is not None and (_is_quotient(value) or named):
                 found.append(f"self.{name}")
         elif isinstance(node.ctx, ast.Load) and HEAD_SIZE.match(node.attr):
-            root = next(n for n in ast.walk(node) if isinstance(n, ast.Name))
-            if name is None and (root.id == "self" or node in inside):
+            root = next((n.id for n in ast.walk(node) if isinstance(n, ast.Name)), "")
+            if name is None and (root == "self" or node in inside):
                 found.append(code_of(node))
     for name in sorted(_fields(site)):  # attributes of the same object
         for node in [n for n in ast.walk(place) if isinstance(n, ast.Attribute)]:
@@ -148,7 +150,7 @@ def _transposed(node: ast.expr) -> str | None:
     return None
 
 
-def _quotients(site: Site, cls: ast.ClassDef, function: ast.FunctionDef | None) -> list[str]:
+def _quotients(cls: ast.ClassDef, function: ast.FunctionDef | None) -> list[str]:
     """Return `a // b` for every such pair of sizes in the class that can be written."""
     found = []
     for node in find(ast.BinOp, cls):
@@ -194,7 +196,6 @@ class Factor:
 
 def _factors(site: Site) -> list[Factor]:
     """Return the factors in the function, those of the finding's line first."""
-    assert site.function is not None
     found = []
     for node in ast.walk(site.function):
         match node:
@@ -238,7 +239,7 @@ def _parts(site: Site, node: ast.expr, divides: bool) -> Iterator[tuple[ast.expr
     yield node, divides
 
 
-def _sizes_in(site: Site, node: ast.expr) -> list[ast.expr]:
+def _sizes_in(node: ast.expr) -> list[ast.expr]:
     """Return the sizes that an expression is computed from."""
     named = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
     if named or is_size(node) or _is_quotient(node):
@@ -248,7 +249,7 @@ def _sizes_in(site: Site, node: ast.expr) -> list[ast.expr]:
         base = node.func.value if isinstance(node.func, ast.Attribute) else None
         children = [*([base] if isinstance(base, (ast.Call, ast.BinOp)) else []), *node.args]
     return [size for child in children if isinstance(child, ast.expr)
-            for size in _sizes_in(site, child)]  # fmt: skip
+            for size in _sizes_in(child)]  # fmt: skip
 
 
 def _exponents(node: ast.expr) -> Iterator[tuple[ast.expr, float]]:
@@ -281,7 +282,7 @@ def flag_of_scale(site: Site) -> Iterator[Edits]:
 @fixes("scale_by_d_model", "wrong_scale", "no_attn_scale")
 def head_size_in_scale(site: Site) -> Iterator[Edits]:
     """Write the number that scales the scores with the size of a head."""
-    values = site.finding.values
+    values = site.values
     code, found, expected = site.finding.code, values["found"], values["expected"]
     factors = _factors(site)
     if code == "no_attn_scale":  # one that has no effect, or one that undoes the default of SDPA
@@ -308,7 +309,7 @@ def head_size_in_scale(site: Site) -> Iterator[Edits]:
                             yield [Edit.replace(exponent, f"{round(new * 4) / 4:g}")]
         if code == "scale_by_d_model":
             for part, _ in parts:
-                for size in _sizes_in(site, part):
+                for size in _sizes_in(part):
                     value = definition(site, size)
                     named = HEAD_SIZE.match(name_of(size))
                     if isinstance(value, (ast.Name, ast.Attribute)) and named:
@@ -318,7 +319,7 @@ def head_size_in_scale(site: Site) -> Iterator[Edits]:
                         for other in _substitutes(site, size)[:3]:
                             yield [_replaced(size, other)]
         for part, divides in parts:
-            own = [operand_code(size) for size in _sizes_in(site, part)]
+            own = [operand_code(size) for size in _sizes_in(part)]
             root = 0.25 if _is_shared(site, factor) else 0.5
             for known in _known_scales(site, part, divides):
                 yield [_replaced(part, known)]
@@ -342,7 +343,7 @@ def _is_one(site: Site, node: ast.expr) -> bool:
     value = definition(site, node) or node
     values = [value]
     if isinstance(value, ast.Name):
-        values += [other for other in settings(site, value.id)]
+        values += settings(site, value.id)
     return any(isinstance(other, ast.Constant) and other.value == 1 for other in values)
 
 
@@ -356,7 +357,7 @@ def _is_root(node: ast.expr | None) -> TypeGuard[ast.expr]:
 
 def _is_shared(site: Site, factor: Factor) -> bool:
     """Return whether a factor is a variable that is used twice, for q and for k."""
-    if not isinstance(factor.node, ast.Name) or site.function is None:
+    if not isinstance(factor.node, ast.Name):
         return False
     name, names = factor.node.id, find(ast.Name, site.function)
     return sum(n.id == name and isinstance(n.ctx, ast.Load) for n in names) == 2
@@ -424,11 +425,11 @@ def _turned(factor: Factor) -> Iterator[Edits]:
 
 def _without(factor: Factor) -> Iterator[Edits]:
     """Leave the factor out."""
-    whole, rest = factor.whole, factor.rest
+    whole = factor.whole
     if isinstance(whole, ast.AugAssign):
         yield [Edit.remove(whole)]
         return
-    assert rest is not None
+    rest = needed(factor.rest)
     match parent_of(whole):
         case ast.Expr() as statement:
             yield [Edit.remove(statement)]
@@ -443,8 +444,8 @@ def _without(factor: Factor) -> Iterator[Edits]:
 def _other_factor(site: Site, factor: Factor, change: float) -> Iterator[Edits]:
     """Scale k like q, or q like k, where only one has a factor."""
     function = site.function
-    statement = enclosing(factor.node, ast.stmt)
-    if abs(change + 0.25) > 1e-3 or function is None or not isinstance(statement, ast.Assign):
+    statement = statement_of(factor.node)
+    if abs(change + 0.25) > 1e-3 or not isinstance(statement, ast.Assign):
         return
     scaled = code_of(statement.targets[0])
     for product in score_products(site):
@@ -461,7 +462,6 @@ def _other_factor(site: Site, factor: Factor, change: float) -> Iterator[Edits]:
 @fixes("no_attn_scale", "wrong_scale", "scale_by_d_model")
 def scaled_scores(site: Site) -> Iterator[Edits]:
     """Divide the product of q and k by the square root of the size of a head."""
-    assert site.function is not None
     for product in score_products(site)[:2]:
         scales = [f"* {scale}" for scale in _known_scales(site, product.node, divides=False)
                   if not scale.startswith("1")]  # fmt: skip

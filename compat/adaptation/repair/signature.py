@@ -56,7 +56,7 @@ def with_new_argument(site: Site) -> Iterator[Edits]:
             changed = edited(site, added)
             for fix in FIXES[site.finding.code]:
                 if fix not in UNSAFE:
-                    with contextlib.suppress(Exception):  # as in the search
+                    with contextlib.suppress(LookupError):  # as in the search
                         yield from (rewritten(site, changed, edits) for edits in fix(changed))
 
 
@@ -71,7 +71,7 @@ def _classes(site: Site) -> Iterator[ast.ClassDef]:
             if find_calls("Embedding", within=cls):
                 yield cls
         return
-    near = [each.cls for each in site.everywhere if each.cls is not None]
+    near = [each.cls for each in site.everywhere if each.cls_or_none]
     named = [each for call in site.calls for each in classes(site, called(call))]
     yield from dict.fromkeys([*near, *named])
 

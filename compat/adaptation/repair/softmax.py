@@ -12,11 +12,11 @@ from compat.adaptation.repair.fixes import Site, edited, fixes, rewritten
 from compat.adaptation.repair.source import (
     code_around,
     code_of,
-    enclosing,
     find,
     find_calls,
     operand_code,
     parent_of,
+    statement_of,
 )
 from compat.adaptation.repair.syntax import (
     argument,
@@ -75,7 +75,7 @@ def usual_sum(site: Site) -> Iterator[Edits]:
 @fixes("other_softmax")
 def softmax_of_scores(site: Site) -> Iterator[Edits]:
     """Compute a softmax where another function, or none, turns the scores into weights."""
-    if "each score is" not in site.finding.values["found"]:
+    if "each score is" not in site.values["found"]:
         return
     softmax, candidates = site.torch("torch.softmax"), []
     for call in site.calls:
@@ -95,8 +95,7 @@ def softmax_of_scores(site: Site) -> Iterator[Edits]:
 def mask_before_softmax(site: Site) -> Iterator[Edits]:
     """Set the scores that a mask hides to -inf, and leave the probabilities alone."""
     for whole, kept, hidden in _late_masks(site):
-        own = whole if isinstance(whole, ast.stmt) else enclosing(whole, ast.stmt)
-        statement = own or site.statement
+        statement = whole if isinstance(whole, ast.stmt) else statement_of(whole)
         for call, scores in softmax_calls(site)[:2]:
             yield from _moved_mask(site, statement, whole, kept, hidden, call, scores)
 
@@ -124,7 +123,7 @@ def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
                 return f"{code_of(left)} {operator} {code_of(right)}"
         return f"~{operand_code(mask)}"
 
-    for node in [*ast.walk(site.statement), *ast.walk(site.function or site.statement)]:
+    for node in [*ast.walk(site.statement), *ast.walk(site.within)]:
         match node:
             case ast.AugAssign(target, ast.Mult(), value):
                 yield node, target, is_zero(value)
@@ -152,8 +151,7 @@ def _moved_mask(
     call: ast.Call, scores: ast.expr,
 ) -> Iterator[Edits]:  # fmt: skip
     """Yield a mask that hides `hidden`, moved from one statement to the scores of a softmax."""
-    softmax = enclosing(call, ast.stmt)
-    assert softmax is not None
+    softmax = statement_of(call)
     if softmax is statement and hidden:  # softmax(scores) * mask
         if scores in set(ast.walk(kept)):
             text = with_mask(scores, hidden).join(code_around(kept, scores))

@@ -102,6 +102,22 @@ def enclosing(node: ast.AST, kind: type[Node]) -> Node | None:
     return next((above for above in ancestors(node) if isinstance(above, kind)), None)
 
 
+def needed(node: Node | None) -> Node:
+    """Return a node.
+
+    Raises:
+        LookupError: it is None, so the code lacks what a fix changes.
+    """
+    if node is None:
+        raise LookupError("the code has another form")
+    return node
+
+
+def statement_of(node: ast.AST) -> ast.stmt:
+    """Return the innermost statement that contains an expression."""
+    return needed(enclosing(node, ast.stmt))
+
+
 def find(kind: type[Node], within: ast.AST) -> list[Node]:
     """Return the nodes of a kind, in the order of the text."""
     inside = source_of(within).all_nodes if isinstance(within, ast.Module) else ast.walk(within)

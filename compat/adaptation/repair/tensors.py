@@ -78,7 +78,6 @@ def products(within: ast.AST) -> list[Product]:
 
 def score_products(site: Site) -> list[Product]:
     """Return the products that may compute the scores, those of the finding's line first."""
-    assert site.function is not None
     found = [
         product for product in products(site.function)
         if not any(_is_own(operand) for operand in (product.left, product.right))
@@ -113,7 +112,7 @@ def definition(site: Site, node: ast.expr) -> ast.expr | None:
     """
     scope: ast.AST | None = None
     if name := own_attribute(node):
-        scope = enclosing(node, ast.ClassDef) or site.cls
+        scope = enclosing(node, ast.ClassDef) or site.cls_or_none
     elif isinstance(node, ast.Name):
         name, scope = node.id, enclosing(node, ast.FunctionDef) or site.tree
     if name is None or scope is None:
@@ -185,7 +184,6 @@ def minus_inf(source: Source) -> str:
 
 def softmax_calls(site: Site) -> list[tuple[ast.Call, ast.expr]]:
     """Return the calls that compute the probabilities, with the scores."""
-    assert site.function is not None
     inside = site.function
     if "softmax" in site.function.name:  # a function of the user's
         calls = find_calls(site.function.name, within=site.tree)
@@ -275,7 +273,6 @@ def unique(candidates: Iterator[Edits]) -> Iterator[Edits]:
 
 def flipped_flags(site: Site) -> Iterator[Edits]:
     """Change a flag that switches a part of attention off."""
-    assert site.function is not None
     tests = [n.test for n in ast.walk(site.function) if isinstance(n, (ast.If, ast.IfExp))]
     if not is_cached(site.function):
         tests += [k.value for call in site.calls for k in call.keywords]

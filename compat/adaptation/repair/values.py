@@ -166,7 +166,7 @@ def constructions(site: Site) -> list[ast.Call]:
     """Return the calls of the finding's statement, and those that build what it calls."""
     built = [
         value
-        for call in site.calls if is_self(call.func) and site.cls is not None
+        for call in site.calls if is_self(call.func) and site.cls_or_none
         for value in self_assignments(site.cls, call.func.attr) if isinstance(value, ast.Call)
     ]  # fmt: skip
     return [*site.calls, *built]
@@ -211,8 +211,7 @@ def attempts(site: Site, edits: Edits) -> Iterator[Edits]:
     edits = list(dict.fromkeys(edits))
     start, end = span(site.statement)
     near = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
-    if site.function is not None:
-        start, end = span(site.function)
+    start, end = span(site.within)
     around = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
     yield from (group for group in (near, around, edits) if group)
     yield from ([edit] for edit in edits)
