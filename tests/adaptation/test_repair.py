@@ -6,12 +6,14 @@ import ast
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from compat import AdaptError, GPT2Config, adapt
-from compat.adaptation.repair.edits import Edit, apply
+from compat.adaptation.repair.edits import Edit, Edits, apply
+from compat.adaptation.repair.fixes import FIXES, Site
 from compat.adaptation.repair.repair import (
     Repair,
     Search,
@@ -1015,6 +1017,21 @@ def test_the_search_returns_none_if_there_is_no_repair(small: Checkpoint, tmp_pa
     mutation = next(m for m in MUTATIONS if (m.style, m.code) == ("nano", "rope"))
     path = composed(MODELS["nano"], [mutation], tmp_path)
     assert Search(target_of(path, "nano"), small, GPT2Config(), unsafe=False).run() is None
+
+
+def test_a_fix_that_fails_does_not_stop_the_others(
+    small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(site: Site) -> Iterator[Edits]:
+        raise ZeroDivisionError("in the fix")
+        yield
+
+    monkeypatch.setitem(FIXES, "erf_gelu", [broken, *FIXES["erf_gelu"]])
+    mutation = next(m for m in MUTATIONS if (m.style, m.code) == ("nano", "erf_gelu"))
+    path = composed(MODELS["nano"], [mutation], tmp_path)
+    message = "A repair of erf_gelu was left out, because it raised ZeroDivisionError: in the fix"
+    with pytest.warns(UserWarning, match=message):
+        assert "tanh" in searched(path, "nano", small).texts[str(path)]
 
 
 # Texts and files.

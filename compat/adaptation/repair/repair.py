@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -381,8 +382,14 @@ class Search:
         for fix in FIXES.get(finding.code, ()):
             if fix in UNSAFE and not unsafe:
                 continue
-            with contextlib.suppress(LookupError):  # the code lacks what the fix changes
+            try:
                 yield from fix(site)
+            except LookupError:  # the code lacks what the fix changes
+                continue
+            except Exception as error:  # other fixes may still repair the model
+                raised = f"{type(error).__name__}: {error}"
+                message = f"A repair of {finding.code} was left out, because it raised {raised}. "
+                warnings.warn(f"{message}Report it to the authors of compat.", stacklevel=2)
 
 
 def _sources(file: str) -> list[str]:
