@@ -179,10 +179,8 @@ def _instance(
         elif required and counts(template, name):
             arguments[name] = symbols(name, config) or known.get(name)
             missing += [] if arguments[name] else [name]
-        elif name in known and accepts(parameter, known[name]):
-            arguments[name] = known[name]
-        elif required and neutral(name)[0]:
-            arguments[name] = neutral(name)[1]
+        elif by_name := value_by_name(parameter, known):
+            arguments[name] = by_name[0]
         elif (required or given) and (section := _config_class(template, parameter)):
             sections.add(name)
             arguments[name], unknown = _instance(cls, section, usage, config, given)
@@ -315,7 +313,22 @@ def _exports(cls: Callable[..., Any]) -> bool:
     return ".to_dict()" in modules_text(cls)
 
 
-def accepts(parameter: Parameter, value: Any) -> bool:
+def value_by_name(parameter: Parameter, known: Mapping[str, Any]) -> tuple[Any] | None:
+    """Return the value that a parameter has by its name alone, or None if it has none.
+
+    It is the checkpoint's, or for a required parameter one that does not affect the logits.
+
+    Args:
+        parameter: The parameter of a constructor, also of a config class.
+        known: The checkpoint's values by name, as from `known_values`.
+    """
+    if parameter.name in known and _accepts(parameter, known[parameter.name]):
+        return (known[parameter.name],)
+    has_neutral, value = neutral(parameter.name)
+    return (value,) if has_neutral and parameter.default is parameter.empty else None
+
+
+def _accepts(parameter: Parameter, value: Any) -> bool:
     """Return whether a value has the type of the parameter's default or annotation.
 
     A string default is kept.

@@ -1,24 +1,33 @@
-"""Find values for arguments and config entries with ambiguous names, by building the model.
+"""Find arguments of a user's class that their names leave open, by building its model.
 
 Each possible value of an entry is tried in a small model. Values with which the model cannot be
 built or called are discarded. Of the others, the values are chosen with which the number of
 parameters is closest to that of a GPT-2 of the same sizes. After a wrong choice the proof fails,
 and a note says what was built.
+
+If that is not enough, because a model in the checkpoint's sizes cannot be built or called, it is
+built in another way: with switches and arguments of the user's own, or in other sizes.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import inspect
+import math
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import chain, combinations, islice, permutations, product
 from threading import get_ident
 from time import process_time
+from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_parameter_registration_hook,
@@ -27,12 +36,27 @@ from torch.nn.parameter import is_lazy
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError
+from compat.user_models.arguments import (
+    UnknownArguments,
+    entries_known,
+    found_arguments,
+    missing_entries,
+    parameters_of,
+)
+from compat.user_models.building import called, constructed, runs
+from compat.user_models.call_text import PLAIN, listed_entries
+from compat.user_models.candidates import Code, Value, constant, of_role
+from compat.user_models.config_object import merged
+from compat.user_models.entries import attributes, entries_of, flattened, last_part, nested, only
+from compat.user_models.missing import ReadableDict
+from compat.user_models.module_sizes import resized
+from compat.user_models.own_calls import own_calls
 from compat.user_models.synonyms import meanings, neutral, plain, role_of, value_of
+from compat.user_models.usage import embedding_widths, factors_of, users_nodes
 
 # Builds the user's model in the sizes of a config, with additional arguments, and calls it: the
 # model, and whether it could be called.
 Run = Callable[[GPT2Config, Mapping[str, Any]], tuple[nn.Module, bool]]
-Value = Callable[[GPT2Config], Any]
 
 MOST_BUILDS = 400
 MOST_SECONDS = 30  # of one search
@@ -46,115 +70,129 @@ SMALL = GPT2Config(
     vocab_size=89, n_positions=24, n_embd=192, n_layer=5, n_head=3, resid_pdrop=0.0,
     embd_pdrop=0.0, attn_pdrop=0.0,
 )  # fmt: skip
-SIZE_ROLES = (
-    "d_inner", "ratio", "n_embd", "d_head", "n_layer", "n_head", "n_positions", "vocab_size",
-)  # fmt: skip
 WIDTHS = ("d_inner", "n_embd", "d_head", "n_head")  # of the same matrices
-
-# Sizes that every GPT-2 has, the most likely first where a loop runs over an unknown number.
-NECESSARY = ("n_layer", "n_head", "vocab_size", "n_embd", "n_positions")
-# The same in the order of their usual values.
-ASCENDING = ("n_layer", "n_head", "n_positions", "n_embd", "vocab_size")
+ASCENDING = ("n_layer", "n_head", "n_positions", "n_embd", "vocab_size")  # usually
+POSITIONS = re.compile("rope|rotary|alibi|sinus")
+OWN_CONFIGS = (dict, ReadableDict, SimpleNamespace)  # configs that compat makes
 
 
-@dataclass(frozen=True)
-class Code:
-    """What the user's code says about its arguments.
-
-    Args:
-        text: the source.
-        choices: the values of its enumerations and interfaces, by the names of these.
-        roles: of the arguments and entries whose values are known.
-    """
-
-    text: str
-    choices: Mapping[str, Sequence[Value]]
-    roles: Collection[str | None]
-
-
-class UnknownArguments(AdaptError):
-    """Arguments, or entries `argument.entry` of configs, whose values are unknown.
+class Search:
+    """Finds values of a class's arguments, and of entries `argument.entry` of configs.
 
     Attributes:
-        names: the arguments and entries.
+        small: The sizes of the trial models.
+        chosen: The values that were found so far. Every further trial has them.
     """
 
-    def __init__(self, text: str, names: list[str]) -> None:
-        super().__init__(text)
-        self.names = names
-
-
-def small_config(config: GPT2Config) -> GPT2Config:
-    """Return the sizes of the trial models, with the checkpoint's ratio of the MLP's width to C."""
-    return replace(SMALL, n_inner=SMALL.n_embd * config.d_inner // config.n_embd)
-
-
-@dataclass(frozen=True)
-class Search:
-    """Finds values of arguments, and of entries `argument.entry` of configs, by their names.
-
-    In all methods, `chosen` holds the values of other arguments and entries.
-
-    Args:
-        run: builds and calls the user's model.
-        config: the config of the checkpoint.
-    """
-
-    run: Run
-    config: GPT2Config
-
-    def tried(
-        self, names: Iterable[str], chosen: Mapping[str, Value], code: Code
-    ) -> dict[str, Value]:
-        """Return values for unknown names, or {} if no values work."""
-        every = {name: _candidates(name, code) for name in names}
-        while True:
-            best, unknown = self._best(chosen, _by_likelihood(every))
-            if not unknown:
-                switches = [name for name in best if is_boolean(name, code)]
-                return self._with_most_used({**chosen, **best}, switches) if best else {}
-            every |= {name: _candidates(name, code) for name in unknown}
-
-    def _with_most_used(
-        self, chosen: dict[str, Value], switches: Iterable[str]
-    ) -> dict[str, Value]:
-        """Return the values, with each switch turned where fewer parameters are unused then."""
-        small = small_config(self.config)
-        for name in switches:
-            turned = {**chosen, name: constant(not chosen[name](small))}
-            with suppress(Exception, SystemExit):
-                (used, every), (more, same) = map(self._used, (chosen, turned))
-                chosen = turned if more > used and every == same else chosen
-        return chosen
-
-    def _used(self, chosen: Mapping[str, Value]) -> tuple[int, int]:
-        """Count the parameters of the modules that run, or 0 if none does, and of all modules."""
-        small, executed = small_config(self.config), set[nn.Module]()
-        hook = register_module_forward_hook(lambda module, *_: executed.add(module))
-        try:
-            model, _ = self.run(small, arguments_with(chosen, small))
-        finally:
-            hook.remove()
-        own = {p for m in executed for p in m.parameters(recurse=False)}
-        return sum(p.numel() for p in own), sum(p.numel() for p in model.parameters())
-
-    def better(
-        self, alternatives: Mapping[str, tuple[str, ...]], chosen: Mapping[str, Value]
-    ) -> dict[str, Value]:
-        """Return values for ambiguous names, if other meanings fit GPT-2 much better.
+    def __init__(
+        self, target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
+    ) -> None:
+        """Prepare a search.
 
         Args:
-            alternatives: the possible roles of each name.
+            target: The user's class.
+            config: The config of the checkpoint.
+            kwargs: Arguments that the caller sets.
         """
-        first = _distance(self.run, self.config, chosen)[0] if alternatives else 0.0
-        if first == 0:
-            return {}
-        every = {name: [_of_role(role) for role in roles] for name, roles in alternatives.items()}
-        most = None if first is None else first / MUCH_BETTER
-        return self._best(chosen, _by_likelihood(every), most)[0]
+        self.target, self.config, self.kwargs = target, config, kwargs
+        self.small = small_config(config)
+        self.chosen: dict[str, Value] = {}
 
-    def unnamed(self, sizes: Mapping[str, int], chosen: Mapping[str, Value]) -> dict[str, Value]:
-        """Return roles for integers whose names have none, as in code in another language.
+    def inferred(self) -> dict[str, Any]:
+        """Return values for arguments with unknown or ambiguous names.
+
+        If all names are known: other meanings of ambiguous names, roles of integers whose names
+        have none, and switches. If some are unknown: roles, or else what the code does with them,
+        or else the user's own calls.
+        """
+        try:
+            arguments = self._arguments_in(self.small)
+            self._choose_meanings(self._ambiguous(arguments))
+            self._choose_roles(self._sizes(arguments))
+            self._keep_switches_needed()
+            self._turn_off_switches(arguments)
+            if any(isinstance(v, OWN_CONFIGS) or attributes(v) for v in arguments.values()):
+                self.run(self.small, arguments_with(self.chosen, self.small))
+        except UnknownArguments as error:
+            if not self._choose_unknown(error.names):
+                return next(self._as_called(error.names), {})
+        except ModuleNotFoundError:
+            raise
+        except (Exception, SystemExit):
+            return {}  # the model in the checkpoint's sizes will raise it again
+        return arguments_with(self.chosen, self.config)
+
+    def run(self, sizes: GPT2Config, more: Mapping[str, Any]) -> tuple[nn.Module, bool]:
+        """Return the model in these sizes, and whether it can be called with ids.
+
+        Raises:
+            AdaptError: an argument or an entry of a config is unknown.
+            Exception: what the constructor raises.
+        """
+        arguments = self._arguments_in(sizes, more)
+        with entries_known(self.target, arguments, sizes), resized(self.target, sizes):
+            model = constructed(self.target, arguments, sizes)
+            try:
+                found = called(model, sizes)
+            except ModuleNotFoundError:
+                raise
+            except Exception as error:
+                if missing_entries(self.target, arguments, error):
+                    raise
+                return model, False
+            # Logits are as wide as the vocabulary. Other objects than tensors may hold them.
+            words = vocabulary(model, sizes)
+            return model, not isinstance(found, Tensor) or words in found.shape
+
+    def _arguments_in(
+        self, sizes: GPT2Config, more: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments in these sizes, with more of them set."""
+        return found_arguments(self.target, sizes, merged(more or {}, self.kwargs))
+
+    def _with_entries(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments and their entries `argument.entry`, without those the caller sets."""
+        found: dict[str, Any] = {}
+        for name, value in arguments.items():
+            if name not in self.kwargs:
+                own = entries_of(value) or ({} if isinstance(value, PLAIN) else attributes(value))
+                found |= {name: value} | {f"{name}.{key}": entry for key, entry in own.items()}
+        return found
+
+    def _sizes(self, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """Return the integers among arguments and their entries, and the constructor's defaults."""
+        defaults = {name: p.default for name, p in parameters_of(self.target).items()}
+        entries = self._with_entries({**defaults, **arguments})
+        return {name: value for name, value in entries.items() if type(value) is int}
+
+    # Ambiguous names.
+
+    def _ambiguous(self, arguments: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+        """Return the arguments and config entries with ambiguous names, and their roles."""
+        entries, widths = self._with_entries(arguments), embedding_widths(self.target)
+        sizes = [name for name, value in entries.items() if type(value) is int]
+        ambiguous = {name: roles for name in sizes if (roles := meanings(last_part(name)))}
+        found = {name: roles for name, roles in ambiguous.items() if last_part(name) not in widths}
+        if any(role_of(last_part(name)) == "n_embd" for name in sizes if name not in ambiguous):
+            # `hidden_dim` beside `embedding_dim` is the MLP's width, unless it is that of a head.
+            found = {
+                name: roles for name, roles in found.items()
+                if "d_inner" not in roles
+                or any("head" in each for each in factors_of(self.target, last_part(name)))
+            }  # fmt: skip
+        return found
+
+    def _choose_meanings(self, ambiguous: Mapping[str, tuple[str, ...]]) -> bool:
+        """Choose other roles for ambiguous names, if they fit GPT-2 much better."""
+        first = self._distance({})[0] if ambiguous else 0.0
+        if first == 0:
+            return False
+        every = {name: [of_role(role) for role in roles] for name, roles in ambiguous.items()}
+        most = None if first is None else first / MUCH_BETTER
+        return self._choose(_by_likelihood(every), most)
+
+    def _choose_roles(self, sizes: Mapping[str, int]) -> bool:
+        """Choose roles for integers whose names have none, as in code in another language.
 
         Each gets a role that no other name has, if that fits the number of parameters better, or,
         of a model that cannot be built otherwise, exactly. The only such name gets the only role
@@ -163,27 +201,187 @@ class Search:
         Args:
             sizes: the integers; 0 for a missing one.
         """
-        small = small_config(self.config)
         names = sorted(
-            (n for n in sizes if n not in chosen and _has_no_role(n)), key=sizes.__getitem__
+            (n for n in sizes if n not in self.chosen and _has_no_role(n)), key=sizes.__getitem__
         )
         known = {role_of(last_part(name)) for name in sizes}
-        values = [value(small) for value in chosen.values()]
-        roles = [r for r in ASCENDING if r not in known and value_of(r, small) not in values]
-        first = _distance(self.run, self.config, chosen)[0] if names and roles else 0.0
+        values = [value(self.small) for value in self.chosen.values()]
+        roles = [r for r in ASCENDING if r not in known and value_of(r, self.small) not in values]
+        first = self._distance({})[0] if names and roles else 0.0
         if first == 0:
-            return {}
+            return False
         count = min(len(names), len(roles))
         assigned = (
-            dict(zip(some, map(_of_role, order), strict=True))
+            dict(zip(some, map(of_role, order), strict=True))
             for some, order in product(permutations(names, count), combinations(roles, count))
         )
         most = first / MUCH_BETTER if first is not None else 1.0
         if first is None and len(names) == len(roles) == 1:
             most = OTHER_VOCABULARY
-        return self._best(chosen, assigned, most)[0]
+        return self._choose(assigned, most)
 
-    def reassigned(self, sizes: Mapping[str, int]) -> dict[str, Value]:
+    # Unknown names.
+
+    def _choose_unknown(self, names: Sequence[str]) -> bool:
+        """Choose values for unknown names, and return whether the model can be built with them."""
+        code = Code(self.target)
+        missing = {name: 0 for name in names if not code.is_boolean(name)}
+        if self._choose_roles({**self._sizes({}), **missing}):
+            return True
+        if not self._choose_candidates(names, code):
+            return False
+        with contextlib.suppress(AdaptError):
+            arguments = self._arguments_in(self.small, arguments_with(self.chosen, self.small))
+            others = self._ambiguous(arguments)
+            before = dict(self.chosen)
+            if self._choose_meanings({n: roles for n, roles in others.items() if n not in before}):
+                # What was found beside the wrong meaning may be wrong too.
+                self.chosen = {n: value for n, value in self.chosen.items() if n not in before}
+                if not self._choose_candidates(before, code):
+                    self.chosen = before
+            self._choose_roles(self._sizes(arguments))
+        return True
+
+    def _choose_candidates(self, names: Iterable[str], code: Code) -> bool:
+        """Choose values for unknown names by what the code does with them."""
+        every = {name: code.candidates(name) for name in names}
+        while True:
+            best, unknown = self._best(_by_likelihood(every))
+            if not unknown:
+                break
+            every |= {name: code.candidates(name) for name in unknown}
+        self.chosen |= best
+        for name in filter(code.is_boolean, best):
+            self._turn_if_more_is_used(name)
+        return bool(best)
+
+    def _turn_if_more_is_used(self, name: str) -> None:
+        """Give a switch its other value if fewer parameters are unused then."""
+        turned = {name: constant(not self.chosen[name](self.small))}
+        with contextlib.suppress(Exception, SystemExit):
+            (used, every), (more, same) = map(self._used, ({}, turned))
+            self.chosen |= turned if more > used and every == same else {}
+
+    # Switches.
+
+    def _keep_switches_needed(self) -> None:
+        """Keep the user's switches of norms and positions that nothing replaces if they are off.
+
+        Without `use_rmsnorm`, some code has LayerNorm and other code has no norms; without
+        `use_rope`, some code has learned positions and other code has none. The numbers of
+        parameters tell, without those of modules that do not run.
+        """
+
+        def count(more: Mapping[str, Value]) -> int:
+            used, every = self._used(more)
+            return used or every
+
+        for name, value in flattened(self._own_switches(self.small)).items():
+            short, kept = plain(last_part(name)), {name: constant(value)}
+            is_position = POSITIONS.search(short) is not None
+            if is_position or "rms" in short:
+                with contextlib.suppress(Exception, SystemExit):
+                    more = count(kept) - count({})
+                    self.chosen |= kept if more > 0 or (is_position and more == 0) else {}
+
+    def _turn_off_switches(self, arguments: Mapping[str, Any]) -> None:
+        """Turn off unknown switches without which a model has more nearly GPT-2's parameters.
+
+        An example is `use_ndlinear=True`, the author's default, which selects other projections.
+        """
+        on = [name for name, value in self._with_entries(arguments).items() if value is True]
+        ours = (n for n in on if last_part(n).startswith("use_") and not neutral(last_part(n))[0])
+        for name in sorted(ours, key=lambda name: "." in name):  # arguments before entries
+            if distance := self._distance({})[0]:
+                self._choose([{name: constant(False)}], most=distance)
+
+    def _own_switches(self, config: GPT2Config) -> dict[str, Any]:
+        """Return the user's values of the booleans that are passed with the opposite value.
+
+        They are those of the config in the class's module, or the defaults. Without a default,
+        either value may be the user's.
+        """
+        found: dict[str, Any] = {}
+        configs = list(vars(sys.modules[self.target.__module__]).values())
+        parameters = parameters_of(self.target)
+        with contextlib.suppress(AdaptError):
+            for name, value in self._arguments_in(config).items():
+                default = parameters[name].default if name in parameters else None
+                if default is inspect.Parameter.empty and isinstance(value, bool):
+                    default = not value
+                same = (c for c in configs if type(c) is type(value) and entries_of(c))
+                mine = next(same, type(value))
+                defaults = {key: getattr(mine, key, None) for key in entries_of(value)}
+                passed: dict[str, Any] = {name: value, **entries_of(value)}
+                own = {key: each for key, each in {name: default, **defaults}.items()
+                       if isinstance(each, bool) and passed[key] is (not each)}  # fmt: skip
+                if own:
+                    found[name] = own.get(name, own)
+        return found
+
+    # Other ways.
+
+    def other_way(self) -> tuple[GPT2Config, dict[str, Any], str] | None:
+        """Return other sizes and arguments with which the model runs, and why, or None.
+
+        Switches have the user's defaults, arguments whose default is None have a value, all
+        arguments are those of a call of the user's, sizes have other meanings than their names, or
+        the width is a number that the code contains, as in `nn.LayerNorm(384)` beside sizes that
+        are arguments.
+        """
+        config, C = self.config, self.config.n_embd
+        if self._runs_in(C, {}):
+            return None  # other sizes are the reason
+        with_more = (own for own in self._more_values() if own and self._runs_in(C, own))
+        for own in chain(with_more, self._as_called()):
+            return config, own, f"only runs with {listed_entries(own)}"
+        constants = [n.value for n in users_nodes(self.target) if isinstance(n, ast.Constant)]
+        numbers = Counter(n for n in constants if type(n) is int and 8 <= n <= 4096)
+        width = next((n for n, _ in numbers.most_common(12) if self._runs_in(n, {})), None)
+        if width is not None:
+            return self._in_width(width, config), {}, f"runs in width {width} and not in {C}"
+        with contextlib.suppress(AdaptError, ModuleNotFoundError):
+            sizes = self._sizes(self._arguments_in(config))
+            if found := arguments_with(self._reassigned(sizes), config):
+                return config, found, f"only runs with {listed_entries(found)}"
+        return None
+
+    def _more_values(self) -> Iterator[dict[str, Any]]:
+        """Yield the user's switches, and a value for each argument whose default is None."""
+        yield self._own_switches(self.config)
+        optional = [name for name, p in parameters_of(self.target).items() if p.default is None]
+        known = {name: neutral(name)[1] for name in optional if neutral(name)[1] is not None}
+        known |= {name: torch.device("cpu") for name in optional if role_of(name) == "device"}
+        yield from ({name: value} for name, value in known.items())
+
+    def _in_width(self, width: int, sizes: GPT2Config) -> GPT2Config:
+        """Return sizes with another width, and with as many heads as divide it."""
+        inner = width * self.config.d_inner // self.config.n_embd
+        heads = math.gcd(width, self.config.n_head)
+        return replace(sizes, n_embd=width, n_head=heads, n_inner=inner)
+
+    def _runs_in(self, width: int, own: Mapping[str, Any]) -> bool:
+        """Return whether a small model of this width can be called, with more arguments set."""
+        sizes = replace(self._in_width(width, self.small), n_layer=1)
+        with contextlib.suppress(Exception, SystemExit):
+            arguments = self._arguments_in(sizes, own)
+            with resized(self.target, sizes):
+                return runs(constructed(self.target, arguments, sizes), sizes)
+        return False
+
+    def _as_called(self, names: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of the user's own calls with which the model runs, in other sizes.
+
+        Args:
+            names: The only arguments, and entries `argument.entry` of configs, that are taken over,
+                or all of them.
+        """
+        for call in own_calls(self.target):
+            with contextlib.suppress(Exception, SystemExit):
+                if self.run(self.small, only(call.arguments(self.small), names))[1]:
+                    yield only(call.arguments(self.config), names)
+
+    def _reassigned(self, sizes: Mapping[str, int]) -> dict[str, Value]:
         """Find other roles for one or two integers with which the model can be called, or {}.
 
         Some authors call the number of heads `head_size`, or the width `head_dim`. A name of a
@@ -200,51 +398,34 @@ class Search:
             kept = {role for name, role in roles.items() if name not in names} - {"n_embd"}
             for found in product(*map(others, names)):
                 if len(set(found)) == len(found) and not kept.intersection(found):
-                    yield dict(zip(names, map(_of_role, found), strict=True))
+                    yield dict(zip(names, map(of_role, found), strict=True))
 
         widths = [name for name, role in roles.items() if role in WIDTHS]
         changed = [*combinations(widths, 1), *combinations(widths, 2)]
-        return self._best({}, chain.from_iterable(map(assigned, changed)))[0]
+        return self._best(chain.from_iterable(map(assigned, changed)))[0]
 
-    def needed(self, switches: Mapping[str, bool], chosen: Mapping[str, Value]) -> dict[str, Value]:
-        """Return the switches of norms and positions that nothing replaces if they are off.
+    # Trials.
 
-        Without `use_rmsnorm`, some code has LayerNorm and other code has no norms; without
-        `use_rope`, some code has learned positions and other code has none. The numbers of
-        parameters tell, without those of modules that do not run.
+    def _used(self, more: Mapping[str, Value]) -> tuple[int, int]:
+        """Count the parameters of the modules that run, or 0 if none does, and of all modules."""
+        executed = set[nn.Module]()
+        hook = register_module_forward_hook(lambda module, *_: executed.add(module))
+        try:
+            values = arguments_with({**self.chosen, **more}, self.small)
+            model, _ = self.run(self.small, values)
+        finally:
+            hook.remove()
+        own = {p for m in executed for p in m.parameters(recurse=False)}
+        return sum(p.numel() for p in own), sum(p.numel() for p in model.parameters())
 
-        Args:
-            switches: the user's own defaults of switches that are off otherwise.
-        """
-        found = dict[str, Value]()
-
-        def count(more: Mapping[str, Value]) -> int:
-            used, every = self._used({**chosen, **found, **more})
-            return used or every
-
-        for name, value in switches.items():
-            kept = {name: constant(value)}
-            with suppress(Exception, SystemExit):
-                more = count(kept) - count({})
-                positions = re.search("rope|rotary|alibi|sinus", plain(last_part(name)))
-                found |= kept if more > 0 or (positions and more == 0) else {}
-        return found
-
-    def to_turn_off(self, switches: Iterable[str], chosen: Mapping[str, Value]) -> dict[str, Value]:
-        """Return the switches without which a model has more nearly GPT-2's parameters.
-
-        An example is `use_ndlinear=True`, the author's default, which selects other projections.
-        """
-        found = dict[str, Value]()
-        for name in switches:
-            others = {**chosen, **found}
-            if distance := _distance(self.run, self.config, others)[0]:
-                found |= self._best(others, [{name: constant(False)}], most=distance)[0]
-        return found
+    def _choose(self, tries: Iterable[dict[str, Value]], most: float | None) -> bool:
+        """Choose the best combination of values, and return whether there is one."""
+        best = self._best(tries, most)[0]
+        self.chosen |= best
+        return bool(best)
 
     def _best(
         self,
-        chosen: Mapping[str, Value],
         tries: Iterable[dict[str, Value]],
         most: float | None = None,
     ) -> tuple[dict[str, Value], list[str]]:
@@ -263,7 +444,7 @@ class Search:
             if process_time() > end:
                 break
             try:
-                distance, missing = _distance(self.run, self.config, {**chosen, **combination})
+                distance, missing = self._distance(combination)
             except ModuleNotFoundError as error:
                 errors.append(error)
                 continue
@@ -278,6 +459,14 @@ class Search:
             raise errors[0]
         return best, []
 
+    def _distance(self, more: Mapping[str, Value]) -> tuple[float | None, list[str]]:
+        return _distance(self.run, self.config, {**self.chosen, **more})
+
+
+def small_config(config: GPT2Config) -> GPT2Config:
+    """Return the sizes of the trial models, with the checkpoint's ratio of the MLP's width to C."""
+    return replace(SMALL, n_inner=SMALL.n_embd * config.d_inner // config.n_embd)
+
 
 def _has_no_role(name: str) -> bool:
     own = last_part(name)
@@ -287,23 +476,6 @@ def _has_no_role(name: str) -> bool:
 def arguments_with(values: Mapping[str, Value], config: GPT2Config) -> dict[str, Any]:
     """Return the arguments `{"config": {"n": 1}, "dim": 2}` for `config.n` and `dim`."""
     return nested({name: value(config) for name, value in values.items()})
-
-
-def nested(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `{"config.n": 1, "dim": 2}` as `{"config": {"n": 1}, "dim": 2}`."""
-    found: dict[str, Any] = {}
-    for name, value in entries.items():
-        *owners, last = name.split(".")
-        inner = found
-        for owner in owners:
-            inner = inner.setdefault(owner, {})
-        inner[last] = value
-    return found
-
-
-def last_part(name: str) -> str:
-    """Return the entry of `argument.entry`, or the argument."""
-    return name.rpartition(".")[2]
 
 
 def _by_likelihood(every: Mapping[str, Sequence[Value]]) -> Iterator[dict[str, Value]]:
@@ -348,7 +520,7 @@ def _distance(
     return distance + other + (0 if works else UNCALLABLE), []
 
 
-@contextmanager
+@contextlib.contextmanager
 def _no_larger_than(most: int) -> Iterator[None]:
     """Raise an exception in the constructor of a model with more parameters, in this thread.
 
@@ -382,68 +554,3 @@ def _counts(config: GPT2Config) -> Iterable[int]:
     layer = 4 * C + 4 * C * C + 4 * C + 2 * C * inner + inner + C
     tied = (V + config.n_positions) * C + config.n_layer * layer + 2 * C
     return tied, tied + V, tied + V * C, tied + V * C + V
-
-
-def _candidates(entry: str, code: Code) -> list[Value]:
-    """Return the possible values of an argument or `argument.entry`, the most likely first."""
-    name, text = last_part(entry), code.text
-    for kind, values in code.choices.items():  # `norm_type` or `norm: NormType`
-        annotated = re.search(rf"\b{re.escape(name)}\s*:\s*[\w.]*\b{kind}\b", text)
-        if annotated or plain(name) in plain(kind):
-            return [*values]
-    if re.search(r"(layer|block|attn|attention)_?(types|kinds)$", name):  # one for each layer
-        found = dict.fromkeys(re.findall(r"[\"'](\w*(?:full|global|attn|attention)\w*)[\"']", text))
-        if any(kind.endswith("_attention") for kind in found):
-            found |= {"full_attention": None}  # transformers' name, which code may not spell out
-        usual = sorted(
-            found,
-            key=lambda kind: (
-                kind not in ("full_attention", "global_attention"),
-                re.search("full|global|causal", kind) is None,
-            ),
-        )
-        return [partial(_per_layer, each) for each in usual]
-    near = rf"\b{re.escape(name)}\b[\"'\])]*\s*(?:==|!=|(?:not\s+)?in\b)\s*(.*)"
-    texts = [t for line in re.findall(near, text) for t in re.findall(r"[\"']([\w-]+)[\"']", line)]
-    if texts:
-        usual = [*(["learned"] if "pos" in name else []), *dict.fromkeys(texts)]
-        return [constant(value) for value in usual]
-    if re.search("flash|sdpa|use_?(emb|pos)", name):
-        return [constant(True), constant(False)]
-    if is_boolean(entry, code):
-        return [constant(False), constant(True)]
-    if re.search(rf"\b{re.escape(name)}\s*:\s*float\b", text):
-        return [constant(number) for number in (1.0, 0.0, 10000.0)]
-    sizes = [_of_role(role) for role in SIZE_ROLES]
-    if "window" in plain(name):  # GPT-2's attention reaches all tokens before it
-        return [_of_role("n_positions"), constant(None), *sizes]
-    if re.search(rf"\brange\([^()]*\b{re.escape(name)}\b", text):
-        lacking = [_of_role(role) for role in NECESSARY if role not in code.roles]
-        return [*lacking, _of_role("n_layer"), *sizes, constant(1)]
-    switches = [constant(False), constant(True)]
-    if re.search(rf"(\b(if|not|and|or|bias=)\s*[\w.]*\b{re.escape(name)}\b(?!\s*[<>=*/+-]))", text):
-        return switches
-    others = [constant(None), constant(1), *sizes, constant(10000.0), constant(())]
-    number = re.search(
-        rf"\b{re.escape(name)}\s*(:\s*int\b|[*/%])|[*/%]\s*{re.escape(name)}\b", text
-    )
-    return others if number else [*switches, *others]
-
-
-def is_boolean(entry: str, code: Code) -> bool:
-    """Whether the code annotates an entry as a boolean, or it is named like one: `use_cache`."""
-    name = re.escape(last_part(entry))
-    annotated = re.search(rf"\b{name}\s*:\s*[\"']?(Optional\[)?bool\b", code.text)
-    return annotated is not None or re.match("(use|is|has|enable)_", name) is not None
-
-
-def _per_layer(value: str, config: GPT2Config) -> list[str]:
-    return [value] * config.n_layer
-
-
-def constant(value: Any) -> Value:
-    return lambda config: value
-
-
-def _of_role(role: str) -> Value:
-    return lambda config: value_of(role, config)

@@ -1,0 +1,297 @@
+"""The arguments of a user's class or function, found by their names.
+
+A parameter of a constructor has the first of these values that exists: a stand-in for a vocabulary,
+a config, what the caller sets, the checkpoint's value for its name, a neutral value for its name,
+and a module of the user's. What has none and no default is unknown; see trials.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_args
+
+from torch import nn
+
+from compat.config import GPT2Config
+from compat.errors import AdaptError, listed
+from compat.user_code import MAKE_MODEL, translated
+from compat.user_models.config_object import (
+    factors,
+    is_number,
+    known_values,
+    make_config,
+    merged,
+    takes_config,
+    value_by_name,
+)
+from compat.user_models.entries import nested
+from compat.user_models.synonyms import CONFIG_NAMES, SIZES, plain, role_of, symbols, takes_sizes
+from compat.user_models.usage import (
+    counts,
+    forwarded,
+    is_users_class,
+    items_of,
+    reads,
+    users_globals,
+)
+from compat.user_models.vocabulary_argument import vocabulary_for
+
+Parameter = inspect.Parameter
+LIST_OF_CONFIGS = re.compile(r"(typing\.)?(list|List|Sequence)\[(typing\.)?(dict|Dict)\b")
+
+
+class UnknownArguments(AdaptError):
+    """Arguments, or entries `argument.entry` of configs, whose values are unknown.
+
+    Attributes:
+        names: the arguments and entries.
+    """
+
+    def __init__(self, text: str, names: list[str]) -> None:
+        super().__init__(text)
+        self.names = names
+
+
+def found_arguments(
+    target: Callable[..., nn.Module],
+    config: GPT2Config,
+    kwargs: Mapping[str, Any],
+    config_name: str | None = None,
+) -> dict[str, Any]:
+    """Return the arguments that the target is called with.
+
+    Raises:
+        AdaptError: One of them cannot be found.
+    """
+    given = dict(kwargs)
+    parameters = parameters_of(target)
+    wrong = [name for name in given if name not in parameters]
+    if wrong and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        takes = listed(list(parameters)) if parameters else "no arguments"
+        raise AdaptError(f"{target.__name__} has no argument {listed(wrong)}; it has {takes}")
+    named = {}
+    if config_name is not None:
+        positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        first = next((name for name, p in parameters.items() if p.kind in positional), None)
+        if first is None:
+            failed = f"{target.__name__} has no argument that could be a config"
+            raise AdaptError(f"{failed}. {MAKE_MODEL}")
+        named[first] = merged(_config_named(target, config_name), given.pop(first, {}))
+    with translated(f"the arguments of {target.__name__} cannot be determined"):
+        for name, cls in _modules_taken(target, parameters):
+            if name not in given:
+                named[name] = _made(cls, config, other_ways=False)
+        if isinstance(target, type) or takes_sizes(parameters):
+            arguments, missing = _arguments(target, parameters, config, given, named)
+        else:
+            arguments, missing = _function_arguments(parameters, config, given | named)
+    if missing:
+        raise _unknown(target, missing, config)
+    return arguments
+
+
+def _function_arguments(
+    parameters: dict[str, Parameter], config: GPT2Config, given: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the checkpoint's config as the one argument that a function takes, if it takes any."""
+    free = [p for name, p in parameters.items() if name not in given]
+    free = [p for p in free if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p.name for p in free if p.default is p.empty]
+    optional = [p.name for p in free if plain(p.name) in CONFIG_NAMES]
+    return given | dict.fromkeys((required or optional)[:1], config), required[1:]
+
+
+def _config_named(target: Callable[..., Any], config_name: str) -> Any:
+    """Return the config of that name in the target's module."""
+    module = sys.modules[target.__module__]
+    if hasattr(module, config_name):
+        return getattr(module, config_name)
+    configs = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (isinstance(value, dict) or "onfig" in name)
+    ]
+    there_are = f"; it has {listed(configs)}" if configs else ""
+    place = getattr(module, "__file__", None) or module.__name__
+    raise AdaptError(f"no config {config_name!r} in {place}{there_are}")
+
+
+def _modules_taken(
+    target: Callable[..., nn.Module], parameters: Mapping[str, Parameter]
+) -> Iterator[tuple[str, type[nn.Module]]]:
+    """Return required arguments named like a class of the user's modules: `gpt` for `GPT`."""
+    classes = {
+        plain(name): value for name, value in users_globals(target)
+        if isinstance(value, type) and issubclass(value, nn.Module) and value is not target
+    }  # fmt: skip
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and role_of(name, parameters) is None:
+            if plain(name) in classes:
+                yield name, classes[plain(name)]
+
+
+def _arguments(
+    cls: Callable[..., nn.Module],
+    parameters: dict[str, Parameter],
+    config: GPT2Config,
+    given: dict[str, Any],
+    named: dict[str, Any],
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a constructor's arguments, and the names of unknown ones (`cfg.name` in a config).
+
+    A function that takes sizes is called like a constructor.
+    """
+    arguments = given | named
+    missing: list[str] = []
+    numbers = {name for name, parameter in parameters.items() if is_number(parameter)}
+    known = known_values(cls, parameters, config, numbers) | factors(cls, parameters, config)
+    for name, parameter in parameters.items():
+        entries = given.get(name, {})
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in named:
+            continue
+        usage = reads(cls, name)
+        required = parameter.default is parameter.empty
+        inner = _inner_class(cls, parameter)
+        is_module = inner is not None and _annotation(parameter) == inner.__name__
+        words = None if name in given else vocabulary_for(cls, parameter, config)
+        # Of `MHA(**params)`, the dictionary that is unpacked into another constructor.
+        unpacked = [each for each in forwarded(cls, name) if is_users_class(each[0])]
+        unknown: list[str] = []
+        if words is not None and not is_module:
+            arguments[name] = words
+        elif unpacked and isinstance(entries, Mapping):
+            callee, passed = unpacked[0]
+            own = {n: p for n, p in parameters_of(callee).items() if n not in passed}
+            arguments[name], unknown = _arguments(callee, own, config, dict(entries), {})
+        elif isinstance(entries, Mapping) and not is_module and takes_config(cls, parameter, usage):
+            arguments[name], unknown = make_config(cls, parameter, usage, config, entries)
+        elif name in given:
+            continue
+        elif required and LIST_OF_CONFIGS.match(_annotation(parameter)):
+            entry, unknown = make_config(cls, parameter, reads(cls, "config"), config, {})
+            arguments[name] = [copy.copy(entry) for _ in range(config.n_layer)]
+        elif required and counts(cls, name) and symbols(name, config):
+            arguments[name] = symbols(name, config)
+        elif required and plain(name) == "modeltype" and not SIZES & {*map(role_of, parameters)}:
+            arguments[name] = "gpt2"  # the name of a preset
+        elif by_name := value_by_name(parameter, known):
+            arguments[name] = by_name[0]
+        elif required and inner is not None:
+            arguments[name] = _made(inner, config)
+        elif required:
+            missing.append(name)
+        missing += [f"{name}.{key}" for key in unknown]
+    return arguments, missing
+
+
+def _made(cls: type[nn.Module], config: GPT2Config, *, other_ways: bool = True) -> nn.Module:
+    from compat.user_models.construct import construct  # which finds the arguments here
+
+    return construct(cls, config, other_ways=other_ways)
+
+
+def _annotation(parameter: Parameter) -> str:
+    named = isinstance(parameter.annotation, type) and not get_args(parameter.annotation)
+    return parameter.annotation.__name__ if named else str(parameter.annotation)
+
+
+def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Module] | None:
+    """Return the class of a module that a constructor takes, such as GPT of `LMHead(gpt)`."""
+    classes = {
+        value for value in vars(sys.modules[cls.__module__]).values()
+        if isinstance(value, type) and issubclass(value, nn.Module) and value is not cls
+        and is_users_class(value)
+    }  # fmt: skip
+    named = (_annotation(parameter), plain(parameter.name))
+    found = (c for c in classes if c.__name__ == named[0] or plain(c.__name__) == named[1])
+    return next(found, None)
+
+
+def parameters_of(target: Callable[..., Any]) -> dict[str, Parameter]:
+    """Return a function's parameters, or a constructor's with those of bases for its **kwargs.
+
+    What it reads from its **kwargs are parameters too: `kwargs["bias"]`, and of what has a default
+    the sizes, as in `kwargs.get("block_size", 8)`; and those of the classes that it passes its
+    **kwargs to.
+    """
+    if not isinstance(target, type):
+        return dict(inspect.signature(target).parameters)
+    found: dict[str, Parameter] = {}
+    for base in target.__mro__:
+        if base is nn.Module or base.__module__.startswith("torch."):
+            break
+        if "__init__" in vars(base):
+            own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+            for parameter in own:
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    items = items_of(base, parameter.name).items()
+                    read = [n for n, required in items if required or role_of(n) in SIZES]
+                    found |= {n: Parameter(n, Parameter.KEYWORD_ONLY) for n in read}
+                    for inner, passed in forwarded(base, parameter.name):
+                        more = parameters_of(inner).items()
+                        found = {n: p for n, p in more if n not in passed} | found
+                found.setdefault(parameter.name, parameter)
+            if not any(p.kind is p.VAR_KEYWORD and _passes_on(base, p.name) for p in own):
+                break
+    return found
+
+
+def _passes_on(cls: type, keywords: str) -> bool:
+    """Return whether a constructor passes its `**keywords` on, as far as its source is known."""
+    try:
+        source = inspect.getsource(vars(cls)["__init__"])
+    except (OSError, TypeError):
+        return True
+    return len(re.findall(rf"\b{keywords}\b", source)) > 1  # the first is in the signature
+
+
+@contextlib.contextmanager
+def entries_known(
+    target: Callable[..., nn.Module], arguments: Mapping[str, Any], config: GPT2Config
+) -> Iterator[None]:
+    """Name the missing entry in the error if the body fails to read it from a config."""
+    try:
+        yield
+    except (KeyError, AttributeError) as error:
+        missing = missing_entries(target, arguments, error)
+        if not missing:
+            raise
+        raise _unknown(target, missing, config) from error
+
+
+def missing_entries(
+    target: Callable[..., Any], arguments: Mapping[str, Any], error: Exception
+) -> list[str]:
+    """Return `["config.foo"]` if the error is that the config has no entry `foo`."""
+    if not isinstance(error, (KeyError, AttributeError)):
+        return []
+    key = error.args[0] if isinstance(error, KeyError) else error.name
+    return [
+        f"{name}.{key}"
+        for name, value in arguments.items()
+        if isinstance(target, type) and key in reads(target, name).names
+        if not (key in value if isinstance(value, Mapping) else hasattr(value, str(key)))
+    ]
+
+
+def _unknown(
+    target: Callable[..., Any], missing: list[str], config: GPT2Config
+) -> UnknownArguments:
+    """Return an error that says what is missing, what is known, and how to pass it."""
+    sizes = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner")
+    known = ", ".join(f"{name} {getattr(config, name)}" for name in sizes)
+    noun = "arguments" if len(missing) > 1 else "argument"
+    text = json.dumps(nested(dict.fromkeys(missing, "..."))).replace('"..."', "...")
+    return UnknownArguments(
+        f"{target.__name__} needs the {noun} {listed(missing)}, and compat knows no value for "
+        f"{'these names' if len(missing) > 1 else 'this name'}. The checkpoint has {known}. "
+        f"{MAKE_MODEL}; or pass --kwargs '{text}', or the name of a config in the file with "
+        "--config-name",
+        missing,
+    )

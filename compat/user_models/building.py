@@ -1,0 +1,118 @@
+"""Call a user's constructor, and then its model, with limits on what they may do."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from compat.config import GPT2Config
+from compat.user_models.eval_mode import eval_mode
+from compat.user_models.usage import is_users_class, users_globals
+
+
+def constructed(
+    target: Callable[..., nn.Module], arguments: Mapping[str, Any], config: GPT2Config
+) -> nn.Module:
+    """Return what the target returns, also if it has a list of tied weights, as in transformers 4.
+
+    Version 5 expects a dictionary in its place. The head is tied as version 4 tied it.
+
+    Raises:
+        MemoryError: the tensors are far larger than those of a model with the sizes of `config`.
+    """
+    values = [value for _, value in users_globals(target)]
+    lists: dict[Any, list[str]] = {
+        value: vars(value)["_tied_weights_keys"] for value in values
+        if is_users_class(value) and isinstance(vars(value).get("_tied_weights_keys"), list)
+    }  # fmt: skip
+    for cls in lists:
+        cls._tied_weights_keys = {}
+    try:
+        with _NewTensors(config):
+            model: Any = target(**arguments)
+    finally:
+        for cls, names in lists.items():
+            cls._tied_weights_keys = names
+    if type(model) in lists and getattr(model.config, "tie_word_embeddings", False):
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    return cast(nn.Module, model)
+
+
+class _NewTensors(TorchFunctionMode):
+    """Fills `torch.empty(C)` with ones, and limits the size of all new tensors together.
+
+    Authors that load weights of their own leave parameters uninitialized, as in `self.weight =
+    nn.Parameter(torch.empty(C))` of a norm. A parameter that no checkpoint fills would make every
+    run different, or its logits NaN. An author's own sizes, such as 32 layers of width 4096, or a
+    mask for 65,536 positions, may need more memory than there is, so that the system would end the
+    process without a message.
+    """
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        weights = 12 * config.n_layer * config.n_embd**2 + config.vocab_size * config.n_embd
+        self.limit = 4 * weights + 2**29  # elements; the constant allows sizes fixed in the code
+        self.elements = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _FACTORIES:  # others are called by the million, as by a loop over elements
+            return func(*args, **(kwargs or {}))
+        self._count(func, args, kwargs or {})
+        found = func(*args, **(kwargs or {}))
+        if func is torch.empty and found.dim() == 1 and found.is_floating_point():
+            found.fill_(1.0)
+        return found
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise a MemoryError if a new tensor would exceed the limit, before it is created."""
+        meta = torch.device("meta")
+        if meta in (torch.get_default_device(), torch.device(kwargs.get("device") or "cpu")):
+            return
+        with contextlib.suppress(Exception):  # the call itself raises it with the user's line
+            size = {name: each for name, each in kwargs.items() if name != "generator"}
+            self.elements += func(*args, **{**size, "device": meta}).numel()
+        if self.elements > self.limit:
+            raise MemoryError(f"its tensors have more than {self.limit:,} elements")
+
+
+_FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+
+
+def runs(model: nn.Module, config: GPT2Config) -> bool:
+    """Return whether a model can be called with ids."""
+    with contextlib.suppress(Exception, SystemExit):
+        called(model, config)
+        return True
+    return False
+
+
+def called(model: nn.Module, config: GPT2Config) -> Any:
+    """Call a model on a few ids or, if that fails, on a full context or a single sequence.
+
+    None if it needs more than ids.
+    """
+    if _needs_more_than_ids(model):
+        return None
+    full = torch.arange(config.n_positions)[None] % config.vocab_size
+    with eval_mode(model):
+        try:
+            return model(full[:, :6])
+        except Exception:
+            for ids in (full, full[0, :6]):
+                with contextlib.suppress(Exception):
+                    return model(ids)
+            raise
+
+
+def _needs_more_than_ids(model: nn.Module) -> bool:
+    parameters = list(inspect.signature(model.forward).parameters.values())[1:]
+    return any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)

@@ -1,0 +1,124 @@
+"""The values that an argument may have, by what the user's code does with it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from compat.config import GPT2Config
+from compat.user_models.arguments import parameters_of
+from compat.user_models.entries import last_part
+from compat.user_models.synonyms import plain, role_of, value_of
+from compat.user_models.usage import is_users_class, modules_text, reads, users_globals
+
+Value = Callable[[GPT2Config], Any]  # a value in the sizes of a config
+
+SIZE_ROLES = (
+    "d_inner", "ratio", "n_embd", "d_head", "n_layer", "n_head", "n_positions", "vocab_size",
+)  # fmt: skip
+# Sizes that every GPT-2 has, the most likely first where a loop runs over an unknown number.
+NECESSARY = ("n_layer", "n_head", "vocab_size", "n_embd", "n_positions")
+# How authors name the implementation of an interface that others are compared with.
+USUAL = re.compile(
+    "standard|default|vanilla|traditional|classic|regular|normal|learned|usual|plain", re.IGNORECASE
+)
+
+
+class Code:
+    """What the user's code says about the arguments of a class."""
+
+    def __init__(self, target: type[nn.Module]) -> None:
+        self._text = modules_text(target)
+        # The values of its enumerations and interfaces, by the names of these.
+        self._choices = _choices(target)
+        # Those of the arguments, and of the entries that are read from them.
+        names = list(parameters_of(target))
+        names += [entry for name in names for entry in reads(target, name).names]
+        self._roles = {role_of(name, names) for name in names}
+
+    def candidates(self, entry: str) -> list[Value]:
+        """Return the possible values of an argument or `argument.entry`, the most likely first."""
+        name, text = last_part(entry), self._text
+        word = rf"\b{re.escape(name)}\b"
+        for kind, values in self._choices.items():  # `norm_type` or `norm: NormType`
+            if re.search(rf"{word}\s*:\s*[\w.]*\b{kind}\b", text) or plain(name) in plain(kind):
+                return [*values]
+        if re.search(r"(layer|block|attn|attention)_?(types|kinds)$", name):  # one for each layer
+            kinds = re.findall(r"[\"'](\w*(?:full|global|attn|attention)\w*)[\"']", text)
+            if any(kind.endswith("_attention") for kind in kinds):
+                kinds.append("full_attention")  # transformers' name, which code may not spell out
+            usual = sorted(dict.fromkeys(kinds), key=_unusual)
+            return [partial(_per_layer, kind) for kind in usual]
+        near = re.findall(rf"{word}[\"'\])]*\s*(?:==|!=|(?:not\s+)?in\b)\s*(.*)", text)
+        if texts := [each for line in near for each in re.findall(r"[\"']([\w-]+)[\"']", line)]:
+            usual = [*(["learned"] if "pos" in name else []), *dict.fromkeys(texts)]
+            return [constant(value) for value in usual]
+        if re.search("flash|sdpa|use_?(emb|pos)", name):
+            return [constant(True), constant(False)]
+        switches = [constant(False), constant(True)]
+        if self.is_boolean(entry):
+            return switches
+        if re.search(rf"{word}\s*:\s*float\b", text):
+            return [constant(number) for number in (1.0, 0.0, 10000.0)]
+        sizes = [of_role(role) for role in SIZE_ROLES]
+        if "window" in plain(name):  # GPT-2's attention reaches all tokens before it
+            return [of_role("n_positions"), constant(None), *sizes]
+        if re.search(rf"\brange\([^()]*{word}", text):
+            lacking = [of_role(role) for role in NECESSARY if role not in self._roles]
+            return [*lacking, of_role("n_layer"), *sizes, constant(1)]
+        if re.search(rf"\b(if|not|and|or|bias=)\s*[\w.]*{word}(?!\s*[<>=*/+-])", text):
+            return switches
+        others = [constant(None), constant(1), *sizes, constant(10000.0), constant(())]
+        is_number = re.search(rf"{word}\s*(:\s*int\b|[*/%])|[*/%]\s*{word}", text)
+        return others if is_number else [*switches, *others]
+
+    def is_boolean(self, entry: str) -> bool:
+        """Return whether the code annotates an entry as a boolean, or its name says so."""
+        name = last_part(entry)
+        annotated = rf"\b{re.escape(name)}\s*:\s*[\"']?(Optional\[)?bool\b"
+        return bool(re.search(annotated, self._text) or re.match("(use|is|has|enable)_", name))
+
+
+def _unusual(kind: str) -> tuple[bool, bool]:
+    """Return the key that sorts kinds of layers: GPT-2's full attention first."""
+    is_full = kind in ("full_attention", "global_attention")
+    return not is_full, re.search("full|global|causal", kind) is None
+
+
+def _per_layer(value: str, config: GPT2Config) -> list[str]:
+    return [value] * config.n_layer
+
+
+def constant(value: Any) -> Value:
+    return lambda config: value
+
+
+def of_role(role: str) -> Value:
+    return lambda config: value_of(role, config)
+
+
+def _choices(target: type[nn.Module]) -> dict[str, list[Value]]:
+    """Return the members of the user's enumerations, and instances of what implements an interface.
+
+    An implementation is built without arguments. Those that are named as the usual one come first.
+    """
+    classes = dict.fromkeys(value for _, value in users_globals(target) if is_users_class(value))
+    found: dict[str, list[Value]] = {}
+    for cls in classes:
+        if issubclass(cls, Enum):
+            found[cls.__name__] = [constant(member) for member in cls]
+        elif inspect.isabstract(cls):
+            concrete = [c for c in classes if issubclass(c, cls) and not inspect.isabstract(c)]
+            concrete.sort(key=lambda c: USUAL.search(c.__name__) is None)
+            found[cls.__name__] = [partial(_instance, each) for each in concrete]
+    return {name: values for name, values in found.items() if values}
+
+
+def _instance(cls: Callable[[], Any], config: GPT2Config) -> Any:
+    return cls()
