@@ -22,10 +22,8 @@ from compat.config import GPT2Config
 from compat.errors import AdaptError, listed
 from compat.user_code import MAKE_MODEL, translated
 from compat.user_models.config_object import (
-    factors,
-    is_number,
-    known_values,
-    make_config,
+    ConfigMaker,
+    known_arguments,
     merged,
     takes_config,
     value_by_name,
@@ -149,8 +147,7 @@ def _arguments(
     """
     arguments = given | named
     missing: list[str] = []
-    numbers = {name for name, parameter in parameters.items() if is_number(parameter)}
-    known = known_values(cls, parameters, config, numbers) | factors(cls, parameters, config)
+    known = known_arguments(cls, parameters, config)
     for name, parameter in parameters.items():
         entries = given.get(name, {})
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in named:
@@ -170,11 +167,12 @@ def _arguments(
             own = {n: p for n, p in parameters_of(callee).items() if n not in passed}
             arguments[name], unknown = _arguments(callee, own, config, dict(entries), {})
         elif isinstance(entries, Mapping) and not is_module and takes_config(cls, parameter, usage):
-            arguments[name], unknown = make_config(cls, parameter, usage, config, entries)
+            arguments[name], unknown = ConfigMaker(cls, parameter, usage, config).make(entries)
         elif name in given:
             continue
         elif required and LIST_OF_CONFIGS.match(_annotation(parameter)):
-            entry, unknown = make_config(cls, parameter, reads(cls, "config"), config, {})
+            maker = ConfigMaker(cls, parameter, reads(cls, "config"), config)
+            entry, unknown = maker.make({})
             arguments[name] = [copy.copy(entry) for _ in range(config.n_layer)]
         elif required and counts(cls, name) and symbols(name, config):
             arguments[name] = symbols(name, config)

@@ -12,6 +12,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,10 +43,10 @@ from compat.user_models.usage import (
     compared_strings,
     counts,
     factors_of,
+    init_source,
     is_users_class,
     is_width,
     modules_text,
-    source_of,
     tree_of,
     user_modules,
 )
@@ -68,11 +69,27 @@ _WIDTH = re.compile("dim|embd?|model|width|size")
 LARGEST_FACTOR = 16  # by which a default multiplies the width
 
 
-def known_values(
+def known_arguments(
     cls: Callable[..., Any],
-    names: Iterable[str],
+    parameters: Mapping[str, Parameter],
     config: GPT2Config,
-    numbers: Collection[str] = (),
+    names: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return the checkpoint's value for each parameter with a role, and for other names.
+
+    Args:
+        cls: The user's class.
+        parameters: The parameters of its constructor, or of a config class.
+        config: The checkpoint's config.
+        names: All names beside each other, by default those of the parameters.
+    """
+    numbers = {name for name, parameter in parameters.items() if _is_number(parameter)}
+    known = _known_values(cls, names or parameters, config, numbers)
+    return known | _factors(cls, parameters, config)
+
+
+def _known_values(
+    cls: Callable[..., Any], names: Iterable[str], config: GPT2Config, numbers: Collection[str]
 ) -> dict[str, Any]:
     """Return the checkpoint's value for each name with a role, a number for those in `numbers`.
 
@@ -93,7 +110,7 @@ def known_values(
     return values | {name: activation_for(cls, name) for name in names_of_gelu}
 
 
-def factors(
+def _factors(
     cls: Callable[..., Any], parameters: Mapping[str, Parameter], config: GPT2Config
 ) -> dict[str, Any]:
     """Return the ratio of the MLP's width for names of a width that the code uses as a factor."""
@@ -113,123 +130,203 @@ def takes_config(cls: Callable[..., Any], parameter: Parameter, usage: Usage) ->
     return bool(usage.names) and (short or is_config_name(parameter.name))
 
 
-def make_config(
-    cls: Callable[..., Any],
-    parameter: Parameter,
-    usage: Usage,
-    config: GPT2Config,
-    entries: Mapping[str, Any],
-) -> tuple[Any, list[str]]:
-    """Return a config with the checkpoint's values, and the names of fields whose value is unknown.
+@dataclass(frozen=True)
+class ConfigMaker:
+    """Makes the config that a constructor takes.
 
     Args:
         cls: The user's class.
         parameter: The constructor's parameter for the config.
         usage: The names that the class reads from the config.
         config: The checkpoint's config.
-        entries: Entries that the caller sets.
     """
-    template = _config_class(cls, parameter) or _similar(cls, parameter, usage)
-    if isinstance(template, type):
-        return _instance(cls, template, usage, config, entries)
-    values = {name: value for name in usage.names for known, value in [neutral(name)] if known}
-    values |= {name: {} for name in usage.tables}  # of presets; the checkpoint is none of them
-    numbers = [name for name, value in template.items() if type(value) is int]
-    known = known_values(cls, [*usage.names, *template], config, numbers)
-    values |= template
-    values |= {name: v for name, v in known.items() if v is not None or not values.get(name)}
-    values |= {name: entry for name, entry in entries.items() if name not in usage.sections}
-    form: type = ReadableDict
-    if usage.items and not any(role_of(name) in SIZES for name in usage.attributes):
-        form = dict
-    elif usage.attributes and not usage.items and not _exports(cls):
-        unpacked = rf"\*\*{parameter.name}\b|\bdict\({parameter.name}\)"
-        own = source_of(inspect.getattr_static(cls, "__init__"))
-        form = ReadableDict if re.search(unpacked, own) else SimpleNamespace
-    inner = {name: template.get(name, {}) for name in _sections(usage)}
-    values |= {n: form(**{**i, **values}) for n, i in inner.items() if isinstance(i, Mapping)}
-    if embeddings := _embeddings(cls, parameter, config):
-        values |= {"config": form(**values), **embeddings}
-    return merged(form(**values), entries), []
 
+    cls: Callable[..., Any]
+    parameter: Parameter
+    usage: Usage
+    config: GPT2Config
 
-def _instance(
-    cls: Callable[..., Any],
-    template: type,
-    usage: Usage,
-    config: GPT2Config,
-    entries: Mapping[str, Any],
-) -> tuple[Any, list[str]]:
-    """Return an instance of the user's config class, with the attributes added that it lacks."""
-    parameters = inspect.signature(template).parameters
-    names = {*parameters, *usage.names, *dir(template), *_constants(template)}
-    numbers = {n for n, parameter in parameters.items() if is_number(parameter)}
-    known = known_values(cls, names, config, numbers) | factors(cls, parameters, config)
-    arguments: dict[str, Any] = {}
-    missing, unread = list[str](), list[str]()
-    sections: set[str] = set()
-    read = set(parameters) if UNPACKED.search(modules_text(cls)) else {*usage.names}
-    for name, parameter in parameters.items():
-        given = entries.get(name, {})
-        required = parameter.default is parameter.empty
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments |= {n: known[n] for n in usage.names if n in known and n not in parameters}
-        elif parameter.kind is parameter.VAR_POSITIONAL or not isinstance(given, Mapping):
-            continue
-        elif required and counts(template, name):
-            arguments[name] = symbols(name, config) or known.get(name)
-            missing += [] if arguments[name] else [name]
-        elif by_name := value_by_name(parameter, known):
-            arguments[name] = by_name[0]
-        elif (required or given) and (section := _config_class(template, parameter)):
-            sections.add(name)
-            arguments[name], unknown = _instance(cls, section, usage, config, given)
-            missing += [f"{name}.{key}" for key in unknown]
-        elif name in entries:
-            continue
-        elif required and "Path" in str(parameter.annotation):  # of data, which no layer reads
-            arguments[name] = Path(name)
-        elif required and name not in read - {*usage.sections}:
-            arguments[name] = _unread(parameter.annotation)
-            unread.append(name)
-        elif required:
-            missing.append(name)
-    in_file = _settings_in_files(cls, parameters) if [*missing, *unread] else {}
-    arguments |= {name: in_file[name] for name in (*missing, *unread) if name in in_file}
-    if missing := [name for name in missing if name not in in_file]:
-        return None, missing
-    own = {n: entry for n, entry in entries.items() if n in parameters and n not in sections}
-    try:
-        made = _made(template, {**arguments, **own})
-    except Exception:  # a setting must have the value that it has in a file
-        if not in_file:
-            raise
-        made = _made(template, {**arguments, **in_file, **own})
-    # Values in the body of a class without parameters, or of its constructor, are replaced as well.
-    constants = _constants(template) - {*parameters, *entries}
-    for name, value in (known if parameters else {**known, **entries}).items():
-        replaced = not parameters or (name in constants and role_of(name, names) in SIZES)
-        needed = name in usage.names and name not in usage.optional
-        if replaced or (needed and not hasattr(made, name)):
-            _set(made, name, value)
-    # Entries that the class lacks, because the model has outgrown it.
-    for name, value in entries.items():
-        if name not in {*parameters, *usage.sections} and not hasattr(made, name):
-            _set(made, name, value)
-    # Fields of a class whose decorator is that of a missing library, such as attrs.
-    for name, annotation in inspect.get_annotations(template).items():
-        if not parameters and not hasattr(made, name):
-            setattr(made, name, neutral(name)[1] if neutral(name)[0] else _unread(annotation))
-    for name in _sections(usage):
-        section = getattr(made, name, made)
-        with contextlib.suppress(Exception):  # of a property, or a constructor of the user's
-            if section is not made and is_namespace(section) and name not in sections:
-                section = _instance(cls, type(section), usage, config, {})[0] or section
-            setattr(made, name, section)
-    if _exports(cls) and not hasattr(made, "to_dict"):
-        exported = dict(vars(made)) if hasattr(made, "__dict__") else {}
-        _set(made, "to_dict", lambda: exported)
-    return made, []
+    def make(self, entries: Mapping[str, Any]) -> tuple[Any, list[str]]:
+        """Return a config with the checkpoint's values, and the names whose value is unknown.
+
+        Args:
+            entries: Entries that the caller sets.
+        """
+        template = _config_class(self.cls, self.parameter) or self._similar()
+        if isinstance(template, type):
+            return self._instance(template, entries)
+        return self._mapping(template, entries), []
+
+    def _mapping(self, template: Mapping[str, Any], entries: Mapping[str, Any]) -> Any:
+        """Return a dictionary or a namespace with the names that are read, and the template's."""
+        usage = self.usage
+        values = {name: value for name in usage.names for known, value in [neutral(name)] if known}
+        values |= {name: {} for name in usage.tables}  # of presets; the checkpoint is none of them
+        numbers = [name for name, value in template.items() if type(value) is int]
+        known = _known_values(self.cls, [*usage.names, *template], self.config, numbers)
+        values |= template
+        values |= {name: v for name, v in known.items() if v is not None or not values.get(name)}
+        values |= {name: entry for name, entry in entries.items() if name not in usage.sections}
+        form = self._form()
+        inner = {name: template.get(name, {}) for name in self._sections()}
+        values |= {n: form(**{**i, **values}) for n, i in inner.items() if isinstance(i, Mapping)}
+        if embeddings := self._embeddings():
+            values |= {"config": form(**values), **embeddings}
+        return merged(form(**values), entries)
+
+    def _form(self) -> type:
+        """Return the class of a config that is read as the user's code reads it."""
+        usage, name = self.usage, self.parameter.name
+        if usage.items and not any(role_of(each) in SIZES for each in usage.attributes):
+            return dict
+        if usage.items or not usage.attributes or self._exports():
+            return ReadableDict
+        unpacked = re.search(rf"\*\*{name}\b|\bdict\({name}\)", init_source(self.cls))
+        return ReadableDict if unpacked else SimpleNamespace
+
+    def _instance(self, template: type, entries: Mapping[str, Any]) -> tuple[Any, list[str]]:
+        """Return an instance of the user's config class, with the attributes that it lacks."""
+        cls, config, usage = self.cls, self.config, self.usage
+        parameters = inspect.signature(template).parameters
+        known = known_arguments(cls, parameters, config, self._names(template))
+        arguments: dict[str, Any] = {}
+        missing, unread = list[str](), list[str]()
+        sections: set[str] = set()
+        read = set(parameters) if UNPACKED.search(modules_text(cls)) else {*usage.names}
+        for name, parameter in parameters.items():
+            given = entries.get(name, {})
+            required = parameter.default is parameter.empty
+            if parameter.kind is parameter.VAR_KEYWORD:
+                more = (n for n in usage.names if n in known and n not in parameters)
+                arguments |= {n: known[n] for n in more}
+            elif parameter.kind is parameter.VAR_POSITIONAL or not isinstance(given, Mapping):
+                continue
+            elif required and counts(template, name):
+                arguments[name] = symbols(name, config) or known.get(name)
+                missing += [] if arguments[name] else [name]
+            elif by_name := value_by_name(parameter, known):
+                arguments[name] = by_name[0]
+            elif (required or given) and (section := _config_class(template, parameter)):
+                sections.add(name)
+                arguments[name], unknown = self._instance(section, given)
+                missing += [f"{name}.{key}" for key in unknown]
+            elif name in entries:
+                continue
+            elif required and "Path" in str(parameter.annotation):  # of data, which no layer reads
+                arguments[name] = Path(name)
+            elif required and name not in read - usage.sections:
+                arguments[name] = _unread(parameter.annotation)
+                unread.append(name)
+            elif required:
+                missing.append(name)
+        in_file = self._settings_in_files(parameters) if [*missing, *unread] else {}
+        arguments |= {name: in_file[name] for name in (*missing, *unread) if name in in_file}
+        if missing := [name for name in missing if name not in in_file]:
+            return None, missing
+        own = {n: entry for n, entry in entries.items() if n in parameters and n not in sections}
+        try:
+            made = _made(template, {**arguments, **own})
+        except Exception:  # a setting must have the value that it has in a file
+            if not in_file:
+                raise
+            made = _made(template, {**arguments, **in_file, **own})
+        self._complete(made, template, known, entries)
+        for name in self._sections():
+            section = getattr(made, name, made)
+            with contextlib.suppress(Exception):  # of a property, or a constructor of the user's
+                if section is not made and is_namespace(section) and name not in sections:
+                    section = self._instance(type(section), {})[0] or section
+                setattr(made, name, section)
+        if self._exports() and not hasattr(made, "to_dict"):
+            exported = dict(vars(made)) if hasattr(made, "__dict__") else {}
+            _set(made, "to_dict", lambda: exported)
+        return made, []
+
+    def _names(self, template: type) -> set[str]:
+        """Return the names that a config class may have values for."""
+        parameters = inspect.signature(template).parameters
+        return {*parameters, *self.usage.names, *dir(template), *_constants(template)}
+
+    def _complete(
+        self, made: Any, template: type, known: Mapping[str, Any], entries: Mapping[str, Any]
+    ) -> None:
+        """Set attributes of an instance that are not parameters of its class."""
+        parameters, names = inspect.signature(template).parameters, self._names(template)
+        # Values in the body of a class without parameters, or of its constructor, are replaced.
+        constants = _constants(template) - {*parameters, *entries}
+        for name, value in (known if parameters else {**known, **entries}).items():
+            replaced = not parameters or (name in constants and role_of(name, names) in SIZES)
+            needed = name in self.usage.names and name not in self.usage.optional
+            if replaced or (needed and not hasattr(made, name)):
+                _set(made, name, value)
+        # Entries that the class lacks, because the model has outgrown it.
+        for name, value in entries.items():
+            if name not in {*parameters, *self.usage.sections} and not hasattr(made, name):
+                _set(made, name, value)
+        # Fields of a class whose decorator is that of a missing library, such as attrs.
+        for name, annotation in inspect.get_annotations(template).items():
+            if not parameters and not hasattr(made, name):
+                has_neutral, value = neutral(name)
+                setattr(made, name, value if has_neutral else _unread(annotation))
+
+    def _settings_in_files(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the values of names other than sizes in a config file of the project."""
+        table = (config_in_files(self.cls, names) or ("", {}))[1]
+        return {n: table[n] for n in names if n in table and role_of(n) not in SIZES}
+
+    def _sections(self) -> set[str]:
+        """Return the names of the parts of a config that have entries of their own."""
+        sections = self.usage.sections
+        return {n for n in self.usage.names if n.lower() in SECTIONS or n in sections}
+
+    def _embeddings(self) -> dict[str, nn.Module]:
+        """Return the embeddings that a constructor takes from a transformers GPT-2."""
+        read = re.findall(rf"\b{self.parameter.name}\.(wte|wpe)\b", init_source(self.cls))
+        rows = {"wte": self.config.vocab_size, "wpe": self.config.n_positions}
+        return {name: nn.Embedding(rows[name], self.config.n_embd) for name in read}
+
+    def _exports(self) -> bool:
+        """Return whether the code calls a config's `to_dict`, as with those of transformers."""
+        return ".to_dict()" in modules_text(self.cls)
+
+    def _similar(self) -> type | Mapping[str, Any]:
+        """Return the config class or dictionary in the class's modules that fits best, or {}.
+
+        It is named like the parameter, as `TrainConfig` is for `train_cfg`, or has at least half of
+        the sizes that are read. If several fit equally well, the one with most of the other names
+        that are read is used, or else the one nearest to the class. If the modules have none, it is
+        that of a config file.
+        """
+        parameter, usage = self.parameter, self.usage
+        if isinstance(parameter.default, Mapping):
+            return parameter.default
+        sizes = {name for name in usage.names if role_of(name) in SIZES}
+        best: type | Mapping[str, Any] = {}
+        most = (0, 0)
+        modules = user_modules(self.cls)
+        for module in modules:  # of a script, only what the class needs was executed
+            for node in tree_of(module).body:
+                if isinstance(node, ast.ClassDef) and node.name.lower().endswith(CONFIG_CLASSES):
+                    with contextlib.suppress(Exception):
+                        getattr(module, node.name)
+        for name, value in (item for m in modules for item in list(vars(m).items())):
+            names: set[str] = set()
+            if isinstance(value, type) and _is_named_like(parameter, value):
+                return value
+            is_config_class = isinstance(value, type) and name.lower().endswith(CONFIG_CLASSES)
+            if is_config_class and usage.attributes:
+                names = {*inspect.signature(value).parameters, *dir(value), *_constants(value)}
+            elif isinstance(value, Mapping) and usage.items:
+                names = {*value}.union(*(v for v in value.values() if isinstance(v, Mapping)))
+            found = len(names & sizes), len(names.intersection(usage.names))
+            if most < found and 0 < found[0] >= len(sizes) / 2:
+                best, most = value, found
+        in_file = None if best else config_in_files(self.cls, usage.names)
+        if in_file is None:
+            return best
+        # An integer without a role may be a size of a model of another width.
+        entries = {n: v for n, v in in_file[1].items() if type(v) is not int or role_of(n)}
+        return _readable(entries)
 
 
 def _set(config: Any, name: str, value: Any) -> None:
@@ -237,12 +334,6 @@ def _set(config: Any, name: str, value: Any) -> None:
     # pydantic's error is a ValueError.
     with contextlib.suppress(AttributeError, TypeError, ValueError):
         setattr(config, name, value)
-
-
-def _settings_in_files(cls: Callable[..., Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the values of names other than sizes in a config file of the project."""
-    table = (config_in_files(cls, names) or ("", {}))[1]
-    return {name: table[name] for name in names if name in table and role_of(name) not in SIZES}
 
 
 def _unread(annotation: Any) -> Any:
@@ -283,7 +374,7 @@ def _constants(template: type) -> set[str]:
     The size of the vocabulary is one of them, unless it is among the parameters: the constructor
     asks a tokenizer for it.
     """
-    own = source_of(inspect.getattr_static(template, "__init__"))
+    own = init_source(template)
     parameters = inspect.signature(template).parameters
     constant = r"[ \t]*(?:-?[\d._]+(?:e-?\d+)?|True|False|None|[\"'].*[\"'])[ \t]*(?:#.*)?$"
     found = {*re.findall(rf"\bself\.(\w+)\s*(?::[^=\n]+)?={constant}", own, re.MULTILINE)}
@@ -293,26 +384,6 @@ def _constants(template: type) -> set[str]:
     return found
 
 
-def _sections(usage: Usage) -> set[str]:
-    """Return the names of the parts of a config that have entries of their own."""
-    return {n for n in usage.names if n.lower() in SECTIONS or n in usage.sections}
-
-
-def _embeddings(
-    cls: Callable[..., Any], parameter: Parameter, config: GPT2Config
-) -> dict[str, nn.Module]:
-    """Return a stand-in for a transformers GPT-2 from which a constructor takes the embeddings."""
-    own = source_of(inspect.getattr_static(cls, "__init__"))
-    read = re.findall(rf"\b{parameter.name}\.(wte|wpe)\b", own)
-    rows = {"wte": config.vocab_size, "wpe": config.n_positions}
-    return {name: nn.Embedding(rows[name], config.n_embd) for name in read}
-
-
-def _exports(cls: Callable[..., Any]) -> bool:
-    """Return whether the user's code calls a config's `to_dict`, as with transformers' configs."""
-    return ".to_dict()" in modules_text(cls)
-
-
 def value_by_name(parameter: Parameter, known: Mapping[str, Any]) -> tuple[Any] | None:
     """Return the value that a parameter has by its name alone, or None if it has none.
 
@@ -320,7 +391,7 @@ def value_by_name(parameter: Parameter, known: Mapping[str, Any]) -> tuple[Any] 
 
     Args:
         parameter: The parameter of a constructor, also of a config class.
-        known: The checkpoint's values by name, as from `known_values`.
+        known: The checkpoint's values by name, as from `known_arguments`.
     """
     if parameter.name in known and _accepts(parameter, known[parameter.name]):
         return (known[parameter.name],)
@@ -355,7 +426,7 @@ def _accepts(parameter: Parameter, value: Any) -> bool:
     return isinstance(default, (int, float))
 
 
-def is_number(parameter: Parameter) -> bool:
+def _is_number(parameter: Parameter) -> bool:
     """Return whether a parameter's default is an integer, or its annotation says so."""
     return type(parameter.default) is int or parameter.annotation in (int, "int")
 
@@ -411,46 +482,6 @@ def _config_class(cls: Callable[..., Any], parameter: Parameter) -> type | None:
         if not issubclass(value, (nn.Module, Mapping, Enum)):
             return value
     return None
-
-
-def _similar(
-    cls: Callable[..., Any], parameter: Parameter, usage: Usage
-) -> type | Mapping[str, Any]:
-    """Return the config class or dictionary in the class's modules that fits best, or {}.
-
-    It is named like the parameter, as `TrainConfig` is for `train_cfg`, or has at least half of the
-    sizes that are read. If several fit equally well, the one with most of the other names that are
-    read is used, or else the one nearest to the class. If the modules have none, it is that of a
-    config file.
-    """
-    if isinstance(parameter.default, Mapping):
-        return parameter.default
-    sizes = {name for name in usage.names if role_of(name) in SIZES}
-    best: type | Mapping[str, Any] = {}
-    most = (0, 0)
-    modules = user_modules(cls)
-    for module in modules:  # of a script, only what the class needs was executed
-        for node in tree_of(module).body:
-            if isinstance(node, ast.ClassDef) and node.name.lower().endswith(CONFIG_CLASSES):
-                with contextlib.suppress(Exception):
-                    getattr(module, node.name)
-    for name, value in (item for m in modules for item in list(vars(m).items())):
-        names: set[str] = set()
-        if isinstance(value, type) and _is_named_like(parameter, value):
-            return value
-        if isinstance(value, type) and name.lower().endswith(CONFIG_CLASSES) and usage.attributes:
-            names = {*inspect.signature(value).parameters, *dir(value), *_constants(value)}
-        elif isinstance(value, Mapping) and usage.items:
-            names = {*value}.union(*(v for v in value.values() if isinstance(v, Mapping)))
-        found = len(names & sizes), len(names.intersection(usage.names))
-        if most < found and 0 < found[0] >= len(sizes) / 2:
-            best, most = value, found
-    in_file = None if best else config_in_files(cls, usage.names)
-    if in_file is None:
-        return best
-    # An integer without a role may be a size of a model of another width.
-    entries = {n: v for n, v in in_file[1].items() if type(v) is not int or role_of(n)}
-    return _readable(entries)
 
 
 def _readable(table: Mapping[str, Any]) -> dict[str, Any]:

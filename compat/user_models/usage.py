@@ -67,7 +67,7 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     modules read from any variable, and from attributes such as `self.config`. If the constructor
     assigns the parameter to another attribute, it is a config if a size is read from that.
     """
-    own = source_of(inspect.getattr_static(cls, "__init__"))
+    own = init_source(cls)
     reading = rf"""\b{parameter}(?:\.[^\W\d]\w*\b(?!\s*\()|\[["']|\.get\()"""
     direct = re.search(rf"""{reading}|getattr\(\s*{parameter}\s*,""", own)
     text = modules_text(cls)
@@ -145,7 +145,7 @@ def _read(node: ast.AST) -> tuple[ast.expr | None, str]:
 
 def counts(cls: Callable[..., Any], parameter: str) -> bool:
     """Return whether a constructor computes `len(parameter)` or `set(parameter)`."""
-    own = source_of(inspect.getattr_static(cls, "__init__"))
+    own = init_source(cls)
     return re.search(rf"\b(len|set)\(\s*(self\.)?{parameter}\s*\)", own) is not None
 
 
@@ -155,7 +155,7 @@ def items_of(cls: type, parameter: str) -> dict[str, bool]:
     Returns:
         Whether each name is required, as in `kwargs["bias"]`.
     """
-    own = source_of(inspect.getattr_static(cls, "__init__"))
+    own = init_source(cls)
     kept = re.findall(rf"\bself\.(\w+)\s*=\s*{parameter}[ \t]*(?:#.*)?$", own, re.M)
     holder = "|".join([rf"\b{parameter}", *(rf"\bself\.{name}" for name in kept)])
     names = re.findall(rf"(?:{holder}){_ITEM.pattern}", own)
@@ -165,7 +165,7 @@ def items_of(cls: type, parameter: str) -> dict[str, bool]:
 def forwarded(cls: Callable[..., Any], parameter: str) -> Iterator[tuple[type, set[str]]]:
     """Return classes that a constructor passes `**parameter` to, and parameters it sets itself."""
     with contextlib.suppress(SyntaxError, TypeError, ValueError):
-        own = textwrap.dedent(source_of(inspect.getattr_static(cls, "__init__")))
+        own = textwrap.dedent(init_source(cls))
         for node in ast.walk(_parsed(own)) if f"**{parameter}" in own else ():
             match node:
                 case ast.Call(ast.Name(name), positional, keywords) if any(
@@ -184,6 +184,11 @@ def source_of(function: object) -> str:
         return inspect.getsource(function)  # type: ignore[arg-type]
     except (OSError, TypeError):
         return ""
+
+
+def init_source(cls: Callable[..., Any]) -> str:
+    """Return the source of a class's constructor; empty if it has none."""
+    return source_of(inspect.getattr_static(cls, "__init__"))
 
 
 def modules_text(cls: Callable[..., Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from compat.config import GPT2Config
 from compat.user_models.missing import CallableSize
 from compat.user_models.synonyms import plain, size_role, value_of
-from compat.user_models.usage import source_of, users_nodes
+from compat.user_models.usage import init_source, users_nodes
 
 # Names of what maps tokens to ids or ids to tokens, such as `stoi` and `word2idx`.
 _SIDE = r"(s|str|ch|chars?|words?|tok(en)?s?|pieces?|i|ix|idx|ids?|int|ind(ex)?)"
@@ -95,7 +95,7 @@ def vocabulary_for(
     """Return a stand-in if a constructor uses a required parameter as one with a vocabulary."""
     if parameter.default is not parameter.empty or not _NAMES.fullmatch(plain(parameter.name)):
         return None
-    own = ast.parse(textwrap.dedent(source_of(inspect.getattr_static(cls, "__init__"))) or "0")
+    own = ast.parse(textwrap.dedent(init_source(cls)) or "0")
     inner = [  # constructors that it may be passed on to
         node for node in users_nodes(cls)
         if isinstance(node, ast.FunctionDef) and node.name == "__init__"
