@@ -497,8 +497,7 @@ def _chosen(
     classes = _model_classes(module, body)
     known = list(classes)
     if name is None:
-        functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-        name = "make_model" if "make_model" in functions else _sequential(classes, body)
+        name = "make_model" if _functions(body, "make_model") else _sequential(classes, body)
         name = name or _root(classes, body, place, notes)
     there_are = f"Its nn.Module classes: {listed(known)}" if known else "It has no nn.Module class"
     try:
@@ -558,10 +557,12 @@ def _builder(
     Examples are `def make_model(vocab, N, d_model)` for `GPT(decoder, embedding, generator)`, or
     for `class GPT(nn.Sequential)` without a constructor.
     """
-    definition = classes.get(name)
-    inits = [n for n in getattr(definition, "body", []) if getattr(n, "name", "") == INIT]
+    if name not in classes:
+        return None
+    definition = classes[name]
+    inits = _functions(definition.body, INIT)
     parameters = [arg for init in inits for arg in init.args.args[1:]]
-    bases = [ast.unparse(base) for base in getattr(definition, "bases", [])]
+    bases = [ast.unparse(base) for base in definition.bases]
     contains = not inits and any(base.endswith(("Sequential", "ModuleList")) for base in bases)
     if not (parameters or contains) or any(plain(a.arg) in CONFIG_NAMES for a in parameters):
         return None
@@ -569,12 +570,10 @@ def _builder(
         return None
     if takes_sizes({arg.arg for arg in parameters if not arg.annotation} - AMBIGUOUS):
         return None
-    for node in body:
-        if isinstance(node, ast.FunctionDef):
-            calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
-            called = {n.id for n in calls if isinstance(n, ast.Name)}
-            if name in called and takes_sizes([a.arg for a in node.args.args]):
-                return node.name
+    for function in _functions_with_sizes(body):
+        calls = (n.func for n in ast.walk(function) if isinstance(n, ast.Call))
+        if name in {n.id for n in calls if isinstance(n, ast.Name)}:
+            return function.name
     return None
 
 
@@ -584,19 +583,25 @@ def _sequential(classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]) -> s
     They are its parts, such as a block with rotary embeddings; a file may have none.
     """
     models = {*_whole(classes, classes)}
-    for node in body:
-        if isinstance(node, ast.FunctionDef) and takes_sizes(_argument_names(node)):
-            text = ast.unparse(node)
-            built = re.search(
-                r"return (torch\.)?(nn\.)?Sequential\(|Sequential\(\s*(nn\.)?Embedding\(", text
-            )
-            if built and models <= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}:
-                return node.name
+    built = r"return (torch\.)?(nn\.)?Sequential\(|Sequential\(\s*(nn\.)?Embedding\("
+    for function in _functions_with_sizes(body):
+        if re.search(built, ast.unparse(function)):
+            if models <= {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}:
+                return function.name
     return None
 
 
-def _argument_names(function: ast.FunctionDef) -> list[str]:
-    return [arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)]
+def _functions(body: Iterable[ast.stmt], name: str | None = None) -> list[ast.FunctionDef]:
+    """Return the functions that a module or a class defines, or only those of this name."""
+    functions = (node for node in body if isinstance(node, ast.FunctionDef))
+    return [node for node in functions if name in (None, node.name)]
+
+
+def _functions_with_sizes(body: Iterable[ast.stmt]) -> Iterator[ast.FunctionDef]:
+    """Yield the functions whose arguments are the sizes of a model."""
+    for function in _functions(body):
+        if takes_sizes([a.arg for a in (*function.args.args, *function.args.kwonlyargs)]):
+            yield function
 
 
 def _is_module(annotation: ast.expr, classes: dict[str, ast.ClassDef], module: ModuleType) -> bool:
@@ -636,15 +641,14 @@ def _most(names: list[str], classes: dict[str, ast.ClassDef], patterns: Sequence
 
 def _takes_two_sequences(definition: ast.ClassDef) -> bool:
     """Return whether a model's `forward` requires a source and a target, as encoder-decoders do."""
-    for node in definition.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "forward":
-            required = node.args.args[1 : len(node.args.args) - len(node.args.defaults)]
-            names = [arg.arg.lower() for arg in required if "mask" not in arg.arg.lower()]
-            return all(
-                any(re.search(rf"(^|_)({side})", name) for name in names)
-                for side in ("src|source|enc", "tgt|target|trg|dec")
-            )
-    return False
+    required: list[ast.arg] = []
+    for forward in _functions(definition.body, "forward")[:1]:
+        required = forward.args.args[1 : len(forward.args.args) - len(forward.args.defaults)]
+    names = [arg.arg.lower() for arg in required if "mask" not in arg.arg.lower()]
+    return all(
+        any(re.search(rf"(^|_)({side})", name) for name in names)
+        for side in ("src|source|enc", "tgt|target|trg|dec")
+    )
 
 
 def _only_trains(definition: ast.ClassDef) -> bool:
@@ -653,10 +657,9 @@ def _only_trains(definition: ast.ClassDef) -> bool:
     Such a class has Lightning's methods for training.
     """
     names = {getattr(node, "name", "") for node in definition.body}
-    inits = [n for n in definition.body if isinstance(n, ast.FunctionDef) and n.name == INIT]
-    passed = any(arg.arg == "model" for init in inits for arg in init.args.args)
+    arguments = [arg.arg for f in _functions(definition.body, INIT) for arg in f.args.args]
     trains = bool(names & {"training_step", "configure_optimizers"})
-    return trains and (passed or "forward" not in names)
+    return trains and ("model" in arguments or "forward" not in names)
 
 
 def _unused(
@@ -674,15 +677,14 @@ def _unused(
         for node in ast.walk(definition)
         if isinstance(node, ast.Name) and node.id != name
     }
-    for function in body:
-        if isinstance(function, ast.FunctionDef):
-            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-            calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
-            called = [n for call in calls if (n := ast.unparse(call.func)) in classes]
-            returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return)]
-            several = any(isinstance(value, (ast.Tuple, ast.Dict)) for value in returned)
-            if called and returned and not several:
-                used |= {*called} - {called[-1]}
+    for function in _functions(body):
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
+        called = [n for call in calls if (n := ast.unparse(call.func)) in classes]
+        returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return)]
+        several = any(isinstance(value, (ast.Tuple, ast.Dict)) for value in returned)
+        if called and returned and not several:
+            used |= {*called} - {called[-1]}
     return [name for name in classes if name not in used], classes
 
 
