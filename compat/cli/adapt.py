@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -147,7 +148,7 @@ def adapt_command(
     if summary:
         changing = {"--diff": diff, "--fix": fix, "--emit-map": emit_map, "--json": as_json}
         options.exclude({"--summary": True}, changing)
-        options_passed = {
+        passed_on = {
             "--kwargs": kwargs,
             "--part": part,
             "--config-name": config_name,
@@ -155,9 +156,6 @@ def adapt_command(
             "--revision": revision,
             "--n-head": n_head,
         }
-        passed_on = [
-            t for name, value in options_passed.items() if value for t in (name, str(value))
-        ]
         targets = [target, *([] if source is None else [source]), *(others or [])]
         raise typer.Exit(_summarize(targets, model or "demo", passed_on, time_limit, html))
     if others:
@@ -170,64 +168,17 @@ def adapt_command(
     options.exclude({"--kwargs": kwargs, "--config-name": config_name})
     options.exclude({"--part": part, "--forward": forward})
     options.exclude({"--json": as_json, "--emit-map": emit_map, "--diff": diff, "--fix": fix})
-    from compat.user_code import handle_errors as handle_users_errors
-    from compat.user_models import (
-        construct_with_call,
-        load_forward,
-        load_target,
-        on_available_device,
-        other_targets,
-        resized,
-    )
-
-    notes: list[str] = []
-    chosen: list[str] = []
     checkpoint = compat.open_checkpoint(source, revision=revision, n_head=n_head)
-
-    def examined(target: str) -> tuple[str, compat.Adaptation]:
-        notes.clear()
-        call_model = None if forward is None else load_forward(forward)
-        cls = load_target(target, notes)
-        chosen.append(cls.__name__)
-        # The spinner is shown on terminals only, and "line" consists of ASCII characters.
-        status = Console(stderr=True).status("building the model …", spinner="line")
-        with status, handle_users_errors(cls):
-            built, call = construct_with_call(
-                cls, checkpoint.config, kwargs=arguments, config_name=config_name
-            )
-            with resized(cls, checkpoint.config):  # forward may read the sizes too
-                return call, compat.adapt(
-                    built,
-                    checkpoint,
-                    part=part,
-                    forward=call_model,
-                    progress=lambda stage: status.update(f"{STAGES.get(stage, stage)} …"),
-                )
-
-    # For the output and the downloads of the user's code.
-    with contextlib.redirect_stdout(sys.stderr), _hub(target):
-        try:
-            (call, adaptation), on_cpu = on_available_device(partial(examined, target))
-        except compat.AdaptError as error:
-            for other in other_targets(target, chosen[0]) if chosen else ():
-                with contextlib.suppress(compat.AdaptError):
-                    (call, adaptation), on_cpu = on_available_device(partial(examined, other))
-                    target = other
-                    break
-            else:
-                raise
-            headline = str(error).partition("\n")[0]
-            notes.append(f"{target} was examined, because {chosen[0]} was refused: {headline}")
-    if on_cpu:
-        notes.append("your code uses a device that this machine lacks, so compat ran it on the CPU")
-    print_notes([*checkpoint.notes, *notes, f"compat built {call}"])
+    examination = _Examination(checkpoint, arguments, config_name, part, forward)
+    target, adaptation = examination.run(target)
+    print_notes([*checkpoint.notes, *examination.notes])
     if html is not None:
         write_page(html, page(adaptation))
     if (diff or fix) and adaptation.deviations:
         from compat.adaptation.repair.repair import Target
 
-        found = Target(target, arguments, config_name, part, forward)
-        raise typer.Exit(_repair(found, checkpoint, adaptation, unsafe_fixes, fix))
+        examined = Target(target, arguments, config_name, part, forward)
+        raise typer.Exit(_repair(examined, checkpoint, adaptation, unsafe_fixes, fix))
     if as_json:
         print_json(adaptation.to_json(full=True))
     elif emit_map:
@@ -242,17 +193,99 @@ def adapt_command(
     raise typer.Exit(0 if adaptation.compatible else 1)
 
 
+@dataclass
+class _Examination:
+    """Builds a model and adapts it.
+
+    Args:
+        checkpoint: The checkpoint.
+        kwargs, config_name: See `construct`.
+        part: See `compat.adapt`.
+        forward: See `load_forward`.
+
+    Attributes:
+        notes: What the user should know about the choice of the model and its construction.
+        chosen: The names of the classes that were built, also if they were refused.
+    """
+
+    checkpoint: compat.Checkpoint
+    kwargs: dict[str, Any] | None
+    config_name: str | None
+    part: str | None
+    forward: str | None
+    notes: list[str] = field(default_factory=list)
+    chosen: list[str] = field(default_factory=list)
+
+    def run(self, target: str) -> tuple[str, compat.Adaptation]:
+        """Return the model that was examined, and the result.
+
+        If the target names no class, and the one that was chosen is refused, it is the first of the
+        other models in the file that is not refused.
+        """
+        from compat.user_models import on_available_device, other_targets
+
+        # For the output and the downloads of the user's code.
+        with contextlib.redirect_stdout(sys.stderr), _hub(target):
+            try:
+                (call, adaptation), on_cpu = on_available_device(partial(self._adapt, target))
+            except compat.AdaptError as error:
+                for other in other_targets(target, self.chosen[0]) if self.chosen else ():
+                    with contextlib.suppress(compat.AdaptError):
+                        (call, adaptation), on_cpu = on_available_device(
+                            partial(self._adapt, other)
+                        )
+                        break
+                else:
+                    raise
+                target, headline = other, str(error).partition("\n")[0]
+                why = f"because {self.chosen[0]} was refused: {headline}"
+                self.notes.append(f"{target} was examined, {why}")
+        if on_cpu:
+            self.notes.append(
+                "your code uses a device that this machine lacks, so compat ran it on the CPU"
+            )
+        self.notes.append(f"compat built {call}")
+        return target, adaptation
+
+    def _adapt(self, target: str) -> tuple[str, compat.Adaptation]:
+        """Build and adapt a model, and return the call that built it and the result."""
+        from compat.user_code import handle_errors as handle_users_errors
+        from compat.user_models import construct_with_call, load_forward, load_target, resized
+
+        self.notes.clear()  # those on a model that was refused
+        forward = None if self.forward is None else load_forward(self.forward)
+        cls, config = load_target(target, self.notes), self.checkpoint.config
+        self.chosen.append(cls.__name__)
+        # The spinner is shown on terminals only, and "line" consists of ASCII characters.
+        status = Console(stderr=True).status("building the model …", spinner="line")
+        with status, handle_users_errors(cls):
+            built, call = construct_with_call(
+                cls, config, kwargs=self.kwargs, config_name=self.config_name
+            )
+            with resized(cls, config):  # forward may read the sizes too
+                return call, compat.adapt(
+                    built,
+                    self.checkpoint,
+                    part=self.part,
+                    forward=forward,
+                    progress=lambda stage: status.update(f"{STAGES.get(stage, stage)} …"),
+                )
+
+
 def _summarize(
     targets: Sequence[str],
     source: str,
-    arguments: Sequence[str],
+    passed_on: Mapping[str, object],
     time_limit: float,
     html: Path | None,
 ) -> int:
     """Print a row for each file, and return the exit code: 0 if all are compatible."""
     from compat.cli.adapt_summary import COLUMNS, WORDS, print_csv, summarize
 
-    rows = print_csv(summarize(targets, ["--model", source, *arguments], time_limit))
+    arguments = ["--model", source]
+    for name, value in passed_on.items():
+        arguments += [name, str(value)] if value else []
+    rows = print_csv(summarize(targets, arguments, time_limit))
     if html is not None:
         from compat.html_report import table_page
 

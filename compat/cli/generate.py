@@ -177,10 +177,7 @@ def generate_command(
     if plain:
         runs = compat.PlainBlocks(compat.load_pretrained(checkpoint, dialect or "linear"))
     else:
-        how: dict[str, Any] = {"dtype": dtype} if dtype else {}
-        if speculate is not None:
-            how["speculate"] = None if speculate == "off" else speculate
-        runs = compat.Engine.from_pretrained(checkpoint, max_batch=max(1, texts), **how)
+        runs = _engine(checkpoint, dtype, speculate, max_batch=max(1, texts))
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "sampling": sampling,
@@ -205,6 +202,16 @@ def generate_command(
         _show(one(prompt or ""), as_json)
     else:
         _show_samples(many([prompt or ""]), n, as_json)
+
+
+def _engine(
+    checkpoint: compat.Checkpoint, dtype: str | None, speculate: str | None, max_batch: int
+) -> compat.Engine:
+    """Return an engine. Without a precision or a kind of speculation, it has its own defaults."""
+    how: dict[str, Any] = {"dtype": dtype} if dtype else {}
+    if speculate is not None:
+        how["speculate"] = None if speculate == "off" else speculate
+    return compat.Engine.from_pretrained(checkpoint, max_batch=max_batch, **how)
 
 
 def _show(stream: compat.TextStream, as_json: bool) -> None:
