@@ -33,6 +33,7 @@ from compat.user_models.synonyms import CONFIG_NAMES, SIZES, plain, role_of, sym
 from compat.user_models.usage import (
     counts,
     forwarded,
+    init_source,
     is_users_class,
     items_of,
     reads,
@@ -242,11 +243,9 @@ def parameters_of(target: Callable[..., Any]) -> dict[str, Parameter]:
 
 def _passes_on(cls: type, keywords: str) -> bool:
     """Return whether a constructor passes its `**keywords` on, as far as its source is known."""
-    try:
-        source = inspect.getsource(vars(cls)["__init__"])
-    except (OSError, TypeError):
-        return True
-    return len(re.findall(rf"\b{keywords}\b", source)) > 1  # the first is in the signature
+    source = init_source(cls)
+    named = re.findall(rf"\b{keywords}\b", source)  # first in the signature
+    return not source or len(named) > 1
 
 
 @contextlib.contextmanager

@@ -66,6 +66,7 @@ _COMPUTED = re.compile("kv|key|group|multiplier")
 # A line that asks for a file, as `assert Path(corpus).exists()` does.
 _ASKS_FOR_A_FILE = re.compile(r"\b(exists|is_?file|is_?dir)\(")
 _WIDTH = re.compile("dim|embd?|model|width|size")
+INT = (int, "int")  # annotations of a number
 LARGEST_FACTOR = 16  # by which a default multiplies the width
 
 
@@ -75,17 +76,18 @@ def known_arguments(
     config: GPT2Config,
     names: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the checkpoint's value for each parameter with a role, and for other names.
+    """Return the checkpoint's values for the parameters of a constructor, or for more `names`.
 
-    Args:
-        cls: The user's class.
-        parameters: The parameters of its constructor, or of a config class.
-        config: The checkpoint's config.
-        names: All names beside each other, by default those of the parameters.
+    A width that the code uses as a factor is the ratio of the MLP's width.
     """
-    numbers = {name for name, parameter in parameters.items() if _is_number(parameter)}
+    numbers = {n for n, p in parameters.items() if type(p.default) is int or p.annotation in INT}
     known = _known_values(cls, names or parameters, config, numbers)
-    return known | _factors(cls, parameters, config)
+    return known | {
+        name: value_of("ratio", config) for name, parameter in parameters.items()
+        if type(parameter.default) is int and parameter.default <= LARGEST_FACTOR
+        and role_of(name, parameters) == "d_inner"
+        and any(_WIDTH.search(factor) for factor in factors_of(cls, name))
+    }  # fmt: skip
 
 
 def _known_values(
@@ -108,18 +110,6 @@ def _known_values(
     values = {n: value_of(role, config) for n, role in roles.items() if role}
     names_of_gelu = [n for n, value in values.items() if value == "gelu_new"]
     return values | {name: activation_for(cls, name) for name in names_of_gelu}
-
-
-def _factors(
-    cls: Callable[..., Any], parameters: Mapping[str, Parameter], config: GPT2Config
-) -> dict[str, Any]:
-    """Return the ratio of the MLP's width for names of a width that the code uses as a factor."""
-    return {
-        name: value_of("ratio", config) for name, parameter in parameters.items()
-        if type(parameter.default) is int and parameter.default <= LARGEST_FACTOR
-        and role_of(name, parameters) == "d_inner"
-        and any(_WIDTH.search(factor) for factor in factors_of(cls, name))
-    }  # fmt: skip
 
 
 def takes_config(cls: Callable[..., Any], parameter: Parameter, usage: Usage) -> bool:
@@ -424,11 +414,6 @@ def _accepts(parameter: Parameter, value: Any) -> bool:
     if isinstance(value, bool) or isinstance(default, bool):
         return type(value) is type(default)
     return isinstance(default, (int, float))
-
-
-def _is_number(parameter: Parameter) -> bool:
-    """Return whether a parameter's default is an integer, or its annotation says so."""
-    return type(parameter.default) is int or parameter.annotation in (int, "int")
 
 
 def is_namespace(value: Any) -> bool:

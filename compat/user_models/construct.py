@@ -1,25 +1,45 @@
-"""Build a user's model in a checkpoint's sizes."""
+"""Build a user's model in a checkpoint's sizes.
+
+The arguments of its constructor are found in three steps, of which the last is only taken if the
+model cannot be built or called without it:
+
+1. `found_arguments` finds values by the names of the arguments and of the entries of configs.
+2. `Search.inferred` tries values for unknown and ambiguous names in small models.
+3. `Search.other_way` tries the user's own values, and other sizes.
+
+Arguments that the caller sets are used in all steps.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from textwrap import shorten
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from compat.config import GPT2Config
-from compat.errors import AdaptError
+from compat.errors import AdaptError, listed
 from compat.user_code import MAKE_MODEL, translated
-from compat.user_models.arguments import entries_known, found_arguments
+from compat.user_models.arguments import entries_known, found_arguments, parameters_of
 from compat.user_models.building import constructed, runs
-from compat.user_models.call_text import call_text, described_call, listed_entries
+from compat.user_models.config_files import config_in_files, literals
 from compat.user_models.config_object import merged
+from compat.user_models.entries import PLAIN, attributes, entries_of, flattened
 from compat.user_models.module_sizes import resized, undefined_sizes
+from compat.user_models.synonyms import SIZES, plain, role_of
 from compat.user_models.trials import Search
+from compat.user_models.usage import reads, tree_of
+
+# Roles whose values are the checkpoint's, or change no logits in eval mode.
+UNTOLD = SIZES | {"embd_pdrop", "attn_pdrop", "resid_pdrop", "device", "init"}
 
 
 def construct(
@@ -74,9 +94,9 @@ def construct_with_call(
     with _quietly(), translated(f"{target.__name__} cannot be built", advice=MAKE_MODEL):
         inferred = Search(target, config, kwargs).inferred()
     kwargs = merged(inferred, kwargs)
-    more = f"; found by trying: {listed_entries(inferred)}" if inferred else ""
+    more = f"; found by trying: {_listed_entries(inferred)}" if inferred else ""
     if undefined := undefined_sizes(target, config):
-        values = listed_entries(undefined)
+        values = _listed_entries(undefined)
         more += f"; your code reads names that it does not define, so compat set {values}"
     failure: AdaptError | None = None
     try:
@@ -87,9 +107,12 @@ def construct_with_call(
         works = not failure and runs(model, config)
         other = None if works else Search(target, config, kwargs).other_way()
     if other is not None:
-        sizes, own, why = other
+        sizes, own = other
         model, described = _built(target, sizes, merged(own, kwargs))
-        more += f"; your code {why}"
+        if sizes == config:
+            more += f"; your code only runs with {_listed_entries(own)}"
+        else:
+            more += f"; your code runs in width {sizes.n_embd} and not in {config.n_embd}"
     elif failure is not None:
         raise failure
     return model, described + more
@@ -140,8 +163,8 @@ def _built(
 ) -> tuple[nn.Module, str]:
     """Return the model in the sizes of `config`, and the call that built it."""
     arguments = found_arguments(target, config, kwargs, config_name)
-    described = described_call(target, arguments)
-    with translated(f"{call_text(target, arguments)} cannot be built", advice=MAKE_MODEL):
+    described = _described_call(target, arguments)
+    with translated(f"{_call(target, arguments)} cannot be built", advice=MAKE_MODEL):
         with entries_known(target, arguments, config), resized(target, config):
             model = constructed(target, arguments, config)
             for module in getattr(model, "modules", list)():
@@ -150,3 +173,69 @@ def _built(
         found = type(model).__name__
         raise AdaptError(f"{target.__name__} returns {found}; it must return an nn.Module")
     return model, described
+
+
+def _described_call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str:
+    """Return the call, and what the target's defaults and its module's configs have instead."""
+    passed: dict[str, Any] = dict(arguments)
+    for value in arguments.values():
+        passed |= entries_of(value)
+    text = _call(target, arguments)
+    module = sys.modules.get(target.__module__)
+    defaults = {name: parameter.default for name, parameter in parameters_of(target).items()}
+    if other := _different(defaults, arguments):
+        text += f"; your default is {listed(other)}"
+    # What follows a line that fails is in the source only.
+    written = {} if module is None else dict(literals(tree_of(module)))
+    configs = list({**written, **vars(module or target)}.items())
+    for made in filter(dataclasses.is_dataclass, arguments.values()):
+        fields = {each.name: each.default for each in dataclasses.fields(made)}
+        configs.append((type(made).__name__, fields))
+    for name in arguments if isinstance(target, type) else ():
+        configs += [found] if (found := config_in_files(target, reads(target, name).names)) else []
+    for name, value in configs:
+        own = {} if isinstance(value, type) or name.startswith("_") else entries_of(value)
+        if other := _different(own, passed):
+            text += f"; your {name} has {listed(other)}"
+    return text
+
+
+def _different(own: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
+    """Return the entries whose values are not those that were passed, as `name=value`.
+
+    Sizes are left out, except a number of key heads that is not the number of heads.
+    """
+    heads = {key: value for key, value in own.items() if role_of(key) == "n_head"}
+    grouped = {key for key in heads if "kv" in plain(key)} if len({*heads.values()}) > 1 else set()
+    return [
+        f"{key}={value!r}" for key, value in own.items()
+        if isinstance(value, PLAIN) and isinstance(passed.get(key), PLAIN)
+        and (role_of(key) not in UNTOLD or key in grouped) and passed[key] != value
+    ]  # fmt: skip
+
+
+def _call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str:
+    """Return the call of a target with these arguments."""
+    shown = ", ".join(
+        f"{name}={shorten(_shown(value), 200, placeholder=' …')}"
+        for name, value in arguments.items()
+    )
+    return f"{target.__name__}({shown})"
+
+
+def _listed_entries(entries: Mapping[str, Any]) -> str:
+    """Write `{"config": {"n": 1}, "dim": 2}` as `config.n=1, dim=2`."""
+    texts = {name: (repr(value), _shown(value)) for name, value in flattened(entries).items()}
+    return ", ".join(
+        f"{n}={long if len(long) < 60 else short}" for n, (long, short) in texts.items()
+    )
+
+
+def _shown(value: object) -> str:
+    """Return a value as text; an object whose class shows no values, with its attributes."""
+    if type(value).__repr__ is object.__repr__:
+        entries = ", ".join(f"{name}={each!r}" for name, each in attributes(value).items())
+        return f"{type(value).__name__}({entries})"
+    if isinstance(value, nn.Module):
+        return f"{type(value).__name__}(…)"
+    return value.__name__ if isinstance(value, FunctionType) else repr(value)

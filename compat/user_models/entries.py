@@ -9,6 +9,8 @@ from typing import Any
 
 from compat.config import GPT2Config
 
+PLAIN = (bool, int, float, str)  # types of values without entries, which can be compared
+
 
 def entries_of(value: Any) -> dict[str, Any]:
     """Return a config's named entries, if it is a dictionary, a namespace or a dataclass."""

@@ -44,10 +44,17 @@ from compat.user_models.arguments import (
     parameters_of,
 )
 from compat.user_models.building import called, constructed, runs
-from compat.user_models.call_text import PLAIN, listed_entries
 from compat.user_models.candidates import Code, Value, constant, of_role
 from compat.user_models.config_object import merged
-from compat.user_models.entries import attributes, entries_of, flattened, last_part, nested, only
+from compat.user_models.entries import (
+    PLAIN,
+    attributes,
+    entries_of,
+    flattened,
+    last_part,
+    nested,
+    only,
+)
 from compat.user_models.missing import ReadableDict
 from compat.user_models.module_sizes import resized
 from compat.user_models.own_calls import own_calls
@@ -79,6 +86,11 @@ OWN_CONFIGS = (dict, ReadableDict, SimpleNamespace)  # configs that compat makes
 class Search:
     """Finds values of a class's arguments, and of entries `argument.entry` of configs.
 
+    Args:
+        target: The user's class.
+        config: The config of the checkpoint.
+        kwargs: Arguments that the caller sets.
+
     Attributes:
         small: The sizes of the trial models.
         chosen: The values that were found so far. Every further trial has them.
@@ -87,13 +99,6 @@ class Search:
     def __init__(
         self, target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
     ) -> None:
-        """Prepare a search.
-
-        Args:
-            target: The user's class.
-            config: The config of the checkpoint.
-            kwargs: Arguments that the caller sets.
-        """
         self.target, self.config, self.kwargs = target, config, kwargs
         self.small = small_config(config)
         self.chosen: dict[str, Value] = {}
@@ -321,8 +326,8 @@ class Search:
 
     # Other ways.
 
-    def other_way(self) -> tuple[GPT2Config, dict[str, Any], str] | None:
-        """Return other sizes and arguments with which the model runs, and why, or None.
+    def other_way(self) -> tuple[GPT2Config, dict[str, Any]] | None:
+        """Return another width or other arguments with which the model runs, or None.
 
         Switches have the user's defaults, arguments whose default is None have a value, all
         arguments are those of a call of the user's, sizes have other meanings than their names, or
@@ -334,16 +339,16 @@ class Search:
             return None  # other sizes are the reason
         with_more = (own for own in self._more_values() if own and self._runs_in(C, own))
         for own in chain(with_more, self._as_called()):
-            return config, own, f"only runs with {listed_entries(own)}"
+            return config, own
         constants = [n.value for n in users_nodes(self.target) if isinstance(n, ast.Constant)]
         numbers = Counter(n for n in constants if type(n) is int and 8 <= n <= 4096)
         width = next((n for n, _ in numbers.most_common(12) if self._runs_in(n, {})), None)
         if width is not None:
-            return self._in_width(width, config), {}, f"runs in width {width} and not in {C}"
+            return self._in_width(width, config), {}
         with contextlib.suppress(AdaptError, ModuleNotFoundError):
             sizes = self._sizes(self._arguments_in(config))
             if found := arguments_with(self._reassigned(sizes), config):
-                return config, found, f"only runs with {listed_entries(found)}"
+                return config, found
         return None
 
     def _more_values(self) -> Iterator[dict[str, Any]]:
@@ -425,9 +430,7 @@ class Search:
         return bool(best)
 
     def _best(
-        self,
-        tries: Iterable[dict[str, Value]],
-        most: float | None = None,
+        self, tries: Iterable[dict[str, Value]], most: float | None = None
     ) -> tuple[dict[str, Value], list[str]]:
         """Return the best combination of values, or {} and further unknown names.
 

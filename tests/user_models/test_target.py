@@ -339,6 +339,28 @@ def make(vocab_size, n_embd):
     assert load_target(str(path)).__name__ == "GPT"
 
 
+@pytest.mark.parametrize("arguments", ["vocab_size, n_embd", "*, vocab_size, n_embd"])
+def test_a_function_with_sizes_builds_a_class_that_takes_its_parts(
+    tmp_path: Path, arguments: str
+) -> None:
+    source = f"""
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, embedding: nn.Embedding, head: nn.Linear):
+        super().__init__()
+        self.embedding, self.head = embedding, head
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids)).softmax(-1)
+
+def make({arguments}):
+    return GPT(nn.Embedding(vocab_size, n_embd), nn.Linear(n_embd, vocab_size))
+"""
+    path = write(tmp_path / "parts.py", source)
+    assert load_target(f"{path}:GPT").__name__ == "make"
+
+
 def test_a_recurrent_model_is_not_selected_instead_of_the_transformer(tmp_path: Path) -> None:
     """This is true although it is the last class and a function builds both."""
     source = (
