@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 from torch import nn
@@ -25,7 +26,6 @@ from compat.user_models.config_object import (
     ConfigMaker,
     known_arguments,
     merged,
-    takes_config,
     value_by_name,
 )
 from compat.user_models.entries import nested
@@ -153,7 +153,7 @@ def _arguments(
         entries = given.get(name, {})
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in named:
             continue
-        usage = reads(cls, name)
+        maker = ConfigMaker(cls, parameter, reads(cls, name), config)
         required = parameter.default is parameter.empty
         inner = _inner_class(cls, parameter)
         is_module = inner is not None and _annotation(parameter) == inner.__name__
@@ -167,20 +167,20 @@ def _arguments(
             callee, passed = unpacked[0]
             own = {n: p for n, p in parameters_of(callee).items() if n not in passed}
             arguments[name], unknown = _arguments(callee, own, config, dict(entries), {})
-        elif isinstance(entries, Mapping) and not is_module and takes_config(cls, parameter, usage):
-            arguments[name], unknown = ConfigMaker(cls, parameter, usage, config).make(entries)
+        elif isinstance(entries, Mapping) and not is_module and maker.is_config():
+            arguments[name], unknown = maker.make(entries)
         elif name in given:
             continue
         elif required and LIST_OF_CONFIGS.match(_annotation(parameter)):
-            maker = ConfigMaker(cls, parameter, reads(cls, "config"), config)
+            maker = replace(maker, usage=reads(cls, "config"))
             entry, unknown = maker.make({})
             arguments[name] = [copy.copy(entry) for _ in range(config.n_layer)]
         elif required and counts(cls, name) and symbols(name, config):
             arguments[name] = symbols(name, config)
         elif required and plain(name) == "modeltype" and not SIZES & {*map(role_of, parameters)}:
             arguments[name] = "gpt2"  # the name of a preset
-        elif by_name := value_by_name(parameter, known):
-            arguments[name] = by_name[0]
+        elif (by_name := value_by_name(parameter, known))[0]:
+            arguments[name] = by_name[1]
         elif required and inner is not None:
             arguments[name] = _made(inner, config)
         elif required:

@@ -112,22 +112,14 @@ def _known_values(
     return values | {name: activation_for(cls, name) for name in names_of_gelu}
 
 
-def takes_config(cls: Callable[..., Any], parameter: Parameter, usage: Usage) -> bool:
-    """Return whether a constructor's parameter takes a config and not a single value."""
-    if _config_class(cls, parameter) or isinstance(parameter.default, Mapping):
-        return True
-    short = role_of(parameter.name) is None or len(parameter.name) < 3
-    return bool(usage.names) and (short or is_config_name(parameter.name))
-
-
 @dataclass(frozen=True)
 class ConfigMaker:
     """Makes the config that a constructor takes.
 
     Args:
         cls: The user's class.
-        parameter: The constructor's parameter for the config.
-        usage: The names that the class reads from the config.
+        parameter: The parameter of its constructor.
+        usage: The names that the class reads from it.
         config: The checkpoint's config.
     """
 
@@ -135,6 +127,14 @@ class ConfigMaker:
     parameter: Parameter
     usage: Usage
     config: GPT2Config
+
+    def is_config(self) -> bool:
+        """Return whether the parameter takes a config and not a single value."""
+        parameter = self.parameter
+        if _config_class(self.cls, parameter) or isinstance(parameter.default, Mapping):
+            return True
+        short = role_of(parameter.name) is None or len(parameter.name) < 3
+        return bool(self.usage.names) and (short or is_config_name(parameter.name))
 
     def make(self, entries: Mapping[str, Any]) -> tuple[Any, list[str]]:
         """Return a config with the checkpoint's values, and the names whose value is unknown.
@@ -194,8 +194,8 @@ class ConfigMaker:
             elif required and counts(template, name):
                 arguments[name] = symbols(name, config) or known.get(name)
                 missing += [] if arguments[name] else [name]
-            elif by_name := value_by_name(parameter, known):
-                arguments[name] = by_name[0]
+            elif (by_name := value_by_name(parameter, known))[0]:
+                arguments[name] = by_name[1]
             elif (required or given) and (section := _config_class(template, parameter)):
                 sections.add(name)
                 arguments[name], unknown = self._instance(section, given)
@@ -374,19 +374,19 @@ def _constants(template: type) -> set[str]:
     return found
 
 
-def value_by_name(parameter: Parameter, known: Mapping[str, Any]) -> tuple[Any] | None:
-    """Return the value that a parameter has by its name alone, or None if it has none.
+def value_by_name(parameter: Parameter, known: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Return whether a parameter has a value by its name alone, and the value.
 
-    It is the checkpoint's, or for a required parameter one that does not affect the logits.
+    It is the checkpoint's or, of a required parameter, one that does not affect the logits.
 
     Args:
         parameter: The parameter of a constructor, also of a config class.
         known: The checkpoint's values by name, as from `known_arguments`.
     """
-    if parameter.name in known and _accepts(parameter, known[parameter.name]):
-        return (known[parameter.name],)
-    has_neutral, value = neutral(parameter.name)
-    return (value,) if has_neutral and parameter.default is parameter.empty else None
+    name = parameter.name
+    if name in known and _accepts(parameter, known[name]):
+        return True, known[name]
+    return neutral(name) if parameter.default is parameter.empty else (False, None)
 
 
 def _accepts(parameter: Parameter, value: Any) -> bool:
