@@ -106,9 +106,9 @@ class Search:
     def inferred(self) -> dict[str, Any]:
         """Return values for arguments with unknown or ambiguous names.
 
-        If all names are known: other meanings of ambiguous names, roles of integers whose names
-        have none, and switches. If some are unknown: roles, or else what the code does with them,
-        or else the user's own calls.
+        If all names are known, other meanings of ambiguous names are tried, then roles of integers
+        whose names have none, then switches. If some are unknown, roles for them are tried, then
+        what the code does with them, then the user's own calls.
         """
         try:
             arguments = self._arguments_in(self.small)
