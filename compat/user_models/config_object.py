@@ -232,10 +232,10 @@ class ConfigMaker:
             _set(made, "to_dict", lambda: exported)
         return made, []
 
-    def _names(self, template: type) -> set[str]:
-        """Return the names that a config class may have values for."""
+    def _names(self, template: type) -> list[str]:
+        """Return the names that a config class may have values for, in the same order always."""
         parameters = inspect.signature(template).parameters
-        return {*parameters, *self.usage.names, *dir(template), *_constants(template)}
+        return sorted({*parameters, *self.usage.names, *dir(template), *_constants(template)})
 
     def _complete(
         self, made: Any, template: type, known: Mapping[str, Any], entries: Mapping[str, Any]
