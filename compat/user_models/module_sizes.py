@@ -279,11 +279,15 @@ def _roles_of_aliases(modules: Sequence[ModuleType]) -> dict[str, str]:
 
 
 def _assignments(module: ModuleType) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names that a module assigns one by one, and the expressions."""
+    """Yield the names that a module assigns, also as `B, C = batch_size, n_embd`, with values."""
     for node in tree_of(module).body:
         match node:
             case ast.Assign([ast.Name(name)], value):
                 yield name, value
+            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
+                for target, value in zip(targets, values, strict=True):
+                    if isinstance(target, ast.Name):
+                        yield target.id, value
 
 
 def _positional(function: Any) -> list[str]:

@@ -187,13 +187,14 @@ def test_a_meaningless_name_has_the_role_of_the_parameter_to_which_it_is_passed(
 ) -> None:
     """`a2` is passed as `n_head`, `b6` as the second parameter, and `c7` as two different ones.
 
-    `d3` is computed from another one.
+    `d3`, `e1` and `f2` are computed from another one.
     """
     path = tmp_path / "used.py"
     text = """
 a2, b6, c7 = 2, 6, 7
 n_embd = 5
 d3 = n_embd // 5 * 3
+e1, f2 = n_embd, 2 * n_embd
 
 
 class Part:
@@ -205,9 +206,12 @@ class Own(MyGPT):
     def __init__(self):
         super().__init__(5, 5, 8, 2, 1)
         self.parts = Part(c7, b6, n_head=a2), Part(1, c7, d3, n_embd=c7)
+        self.pair = e1, f2
 """
     path.write_text(GPT + text)
-    first, second = construct(load_target(f"{path}:Own"), CONFIG).parts
+    model = construct(load_target(f"{path}:Own"), CONFIG)
+    first, second = model.parts
+    assert model.pair == (24, 48)
     assert first.built_for == (7, 3, 4, 0) and second.built_for == (1, 7, 12, 7)
 
 
