@@ -1272,7 +1272,7 @@ class FusedParallel(Block):
         if self.cut == "split":
             q, k, v, inner = y.split([24, 24, 24, 96], dim=-1)
         else:
-            q, k, v, inner = y[..., :24], y[..., 24:48], y[..., 48:72], y[..., 72:]
+            q, k, v, inner = y[..., :24], y[..., 24:48], y[..., 48:72], y[..., -96:]
         return x + self.mix(q, k, v) + self.down(F.relu(inner))
 
 

@@ -278,7 +278,7 @@ def _parts_of_channels(node: Node, user: Node) -> list[tuple[Node, int]]:
     args: Any = (*user.args, *user.kwargs.values())
     last = (-1, len(size(node)) - 1)
     if kind(user) == "slice" and args[1] in last and len(args) < 5:
-        return [(user, args[2] or 0)]
+        return [(user, (args[2] or 0) % size(node)[-1])]
     if kind(user) in ("split", "split_with_sizes") and args[-1] in last and len(args) == 3:
         sizes = args[1] if isinstance(args[1], (list, tuple)) else [args[1]] * len(user.users)
         items: Any = [(part.args[1], part) for part in user.users if kind(part) == "getitem"]
