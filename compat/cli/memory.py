@@ -14,7 +14,7 @@ def keep_freed_memory() -> None:
 
     Every operator of torch allocates its result. glibc maps new pages for each large result, and
     the system fills them with zeros, which took 10 to 20 % of the time of `adapt` and `parity` at
-    the shape of GPT-2 small. Where there is no glibc, nothing changes.
+    the shape of GPT-2 small. Without glibc, this function does nothing.
     """
     if sys.platform != "linux":
         return

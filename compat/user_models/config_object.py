@@ -233,7 +233,7 @@ class ConfigMaker:
         return made, []
 
     def _names(self, template: type) -> list[str]:
-        """Return the names that a config class may have values for, in the same order always."""
+        """Return the names that a config class may have values for, always in the same order."""
         parameters = inspect.signature(template).parameters
         return sorted({*parameters, *self.usage.names, *dir(template), *_constants(template)})
 

@@ -108,12 +108,11 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(f"h.{repeated - 1}.out", place, again, message=message)
         return
     layers = context.anatomy.layers
-    own = {frozenset(context.graph.parameters_between(n.qkv_ends, [n.x1])) for n in layers}
-    if len(own) == expected and context.unmatched.shared:  # attention alone is called again
+    own = [tuple(context.graph.parameters_between(n.qkv_ends, [n.x1])) for n in layers]
+    if len({*own}) == expected and context.unmatched.shared:  # attention alone is called again
         return
     assigned, names = context.mapping.by_tensor, context.graph.names
-    weights = context.graph.parameters_between(layers[0].qkv_ends, [layers[0].x1]) if layers else []
-    first = names[weights[0]] if weights else ""
+    first = names[own[0][0]] if own and own[0] else ""
     blocks, *numbered = re.split(r"\.\d+\.", first)
     # The list of blocks; without one, the first module of the only block.
     place = source.building(context.model, blocks if numbered else first.split(".")[0])

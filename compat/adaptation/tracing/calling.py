@@ -424,20 +424,21 @@ def _with_optional_arguments(model: nn.Module) -> list[tuple[str, CallSignature]
     needed = [(name, _values(name)[0]) for name in required_arguments(model)]
     found = []
     for name, parameter in inspect.signature(model.forward).parameters.items():
-        values: dict[str, Value] = {}
+        values: list[tuple[str, Value]] = []
         if name == "use_cache" and parameter.default in (None, True):
-            values = {"False": _no}
+            values = [("False", _no)]
         elif parameter.default is not None:
             continue
         elif _nothing_for_each_layer in _values(name):
-            values = {"[None, …]": _nothing_for_each_layer}
+            values = [("[None, …]", _nothing_for_each_layer)]
         elif "mask" in name:
-            values = {"ones": _ones}
+            values = [("ones", _ones)]
             if _is_mask(name):  # some code masks with the mask that is passed only
-                values |= {text: mask for text, mask in _masks().items() if text != "None"}
+                masks = [mask for text, mask in _masks().items() if not text.startswith("None")]
+                values += [("a mask (T, T)", mask) for mask in masks]
         found += [
             (f"model(ids, {name}={text})", CallSignature((*needed, (name, value))))
-            for text, value in values.items()
+            for text, value in values
         ]
     return found
 
