@@ -82,8 +82,10 @@ from compat.adaptation.tracing.plain_lists import registered
 from compat.adaptation.tracing.record import Untraceable, to_graph
 from compat.adaptation.tracing.rewrites import (
     SOFTMAXES,
+    add_attention_first,
     add_biases_to_projections,
     drop_low_rank_terms,
+    drop_repetitions_by_one,
     drop_zero_terms,
     keep_every_position,
     lift_derived_weights,
@@ -392,6 +394,8 @@ def _map(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> _Mapped
     try:
         split_stacked_parameters(graph)
         add_biases_to_projections(graph)
+        add_attention_first(graph)
+        drop_repetitions_by_one(graph)
         lift_derived_weights(graph)
         last_only, output_softmax = keep_every_position(graph), remove_output_softmax(graph)
         anatomy = dissect(graph, partial)

@@ -202,14 +202,14 @@ def _annotation(parameter: Parameter) -> str:
 
 def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Module] | None:
     """Return the class of a module that a constructor takes, such as GPT of `LMHead(gpt)`."""
-    classes = {
+    classes = [
         value for value in vars(sys.modules[cls.__module__]).values()
         if isinstance(value, type) and issubclass(value, nn.Module) and value is not cls
         and is_users_class(value)
-    }  # fmt: skip
-    named = (_annotation(parameter), plain(parameter.name))
-    found = (c for c in classes if c.__name__ == named[0] or plain(c.__name__) == named[1])
-    return next(found, None)
+    ]  # fmt: skip
+    annotated = [c for c in classes if c.__name__ == _annotation(parameter)]
+    named = [c for c in classes if plain(c.__name__) == plain(parameter.name)]
+    return next(iter([*annotated, *named]), None)
 
 
 def parameters_of(target: Callable[..., Any]) -> dict[str, Parameter]:

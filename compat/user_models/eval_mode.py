@@ -29,5 +29,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 def _switches(module: nn.Module) -> bool:
     """Return whether `train` and `eval` switch the mode, and are not the user's training loop."""
+    functions = [getattr(f, "__func__", f) for f in (module.train, module.eval)]
+    if functions == [nn.Module.train, nn.Module.eval]:
+        return True
     train, evaluate = (inspect.signature(f).parameters for f in (module.train, module.eval))
     return list(train) in (["mode"], []) and not evaluate

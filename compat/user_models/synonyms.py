@@ -132,7 +132,8 @@ _NEUTRAL: dict[str, Any] = {
 _MASKED_SCORE = re.compile(
     r"(mask(ing|ed)?)?(minus|neg(ative)?)inf(inity)?|mask(ing|ed)?(fill)?value"
 )
-_ROPE_BASE = re.compile("rope.*(base|theta)")
+_ROPE_BASE = re.compile("(rope|rotary).*(base|theta)")
+_ROPE_SHARE = re.compile("(partial)?rotary(pct|percent|percentage|factor|fraction)")
 # With one expert, a mixture of experts is an MLP.
 _EXPERTS = re.compile(
     r"(n|num|numberof)?(active|activated|routed|total|local|selected|shared)?(experts|topk)"
@@ -309,4 +310,6 @@ def neutral(name: str) -> tuple[bool, Any]:
         return True, 1
     if _ROPE_BASE.fullmatch(plain(name)):
         return True, 10000.0
+    if _ROPE_SHARE.fullmatch(plain(name)):
+        return True, 1.0
     return plain(name) in _NEUTRAL, _NEUTRAL.get(plain(name))

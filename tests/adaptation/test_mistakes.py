@@ -1006,6 +1006,41 @@ def test_a_mask_that_multiplies_the_scores_is_reported(tiny: Path, tmp_path: Pat
     assert "set to 0," in found.message and "scores * (1 - " in (found.source_line or "")
 
 
+# In the lower triangle are ones, for the tokens that should be seen.
+ADDED_MASKS: dict[str, Edits] = {
+    "a sum": [
+        ("scores.masked_fill(self.mask[:T, :T].bool(), float(\"-inf\"))",
+         "scores + (1 - self.mask[:T, :T])"),
+    ],
+    "the mask of a module": [
+        ("self.att = Attention(dim, heads, context)",
+         "self.att = nn.MultiheadAttention(dim, heads, batch_first=True)"),
+        ("x = self.att(x)",
+         "T = x.shape[1]\n        x = self.att(x, x, x, attn_mask=torch.ones(T, T).tril())[0]"),
+    ],
+    "the mask of a function": [
+        ("        weights = torch.softmax(scores, dim=-1)\n", ""),
+        ("        weights = self.drop(weights)\n", ""),
+        ("(weights @ values)",
+         "F.scaled_dot_product_attention(queries, keys, values, 1 - self.mask[:T, :T])"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ADDED_MASKS)
+def test_a_mask_of_ones_that_is_added_to_the_scores_is_reported_and_repaired(
+    tiny: Path, tmp_path: Path, form: str
+) -> None:
+    adaptation = adapted(tiny, tmp_path, ADDED_MASKS[form])
+    [found] = adaptation.deviations
+    assert found.code == "mask_value"
+    assert "adds 0 to the scores of later tokens, and 1 to all others" in found.message
+    checkpoint = open_checkpoint(tiny)
+    target = Target(f"{tmp_path / 'learner.py'}:GPT")
+    repaired = Search(target, checkpoint, checkpoint.config, unsafe=False).run()
+    assert repaired is not None and repaired.fixed == ["mask_value"]
+
+
 @pytest.mark.parametrize(
     "added",
     [
@@ -1048,15 +1083,38 @@ def test_a_change_of_the_residual_sums_is_reported(tiny: Path, tmp_path: Path, e
     assert found.evidence.startswith("confirmed")
 
 
-def test_a_parallel_block_with_one_norm_is_reported(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "added", ["x + self.att(h) + self.ff(h)", "x + self.ff(h) + self.att(h)"], ids=["att", "ff"]
+)
+def test_a_parallel_block_with_one_norm_is_reported(tiny: Path, tmp_path: Path, added: str) -> None:
     edits = [
         (BLOCK, "    def forward(self, x):\n        h = self.norm1(x)\n"
-         "        return x + self.att(h) + self.ff(h)\n\n"
+         f"        return {added}\n\n"
          "    def unused(self, x):\n        shortcut = x\n"),
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"parallel_block", "shared_parameters"}
     assert only_finding(adaptation, "parallel_block").evidence.startswith("confirmed")
+
+
+def test_a_parallel_block_with_two_norms_that_adds_the_mlp_first_is_reported(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits = [
+        (BLOCK, "    def forward(self, x):\n"
+         "        return x + self.ff(self.norm2(x)) + self.att(self.norm1(x))\n\n"
+         "    def unused(self, x):\n        shortcut = x\n"),
+    ]  # fmt: skip
+    [found] = adapted(tiny, tmp_path, edits).deviations
+    assert found.code == "parallel_block" and found.evidence.startswith("confirmed")
+
+
+def test_heads_that_are_repeated_once_are_no_deviation(tiny: Path, tmp_path: Path) -> None:
+    line = "        scores = queries @"
+    repeated = "        values = torch.repeat_interleave(values, {}, dim=1)[:, : self.heads]\n"
+    once = adapted(tiny, tmp_path, [(line, f"{repeated.format(1)}{line}")])
+    assert once and not once.deviations
+    assert not adapted(tiny, tmp_path, [(line, f"{repeated.format(2)}{line}")])
 
 
 @pytest.mark.parametrize("window", [0, 4])

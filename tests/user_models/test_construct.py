@@ -1319,6 +1319,27 @@ def test_the_number_of_key_groups_is_the_number_of_heads(tmp_path: Path) -> None
     assert build(tmp_path, source).extra == 4
 
 
+def test_the_share_of_rotated_channels_is_all_of_them(tmp_path: Path) -> None:
+    """A share of 0, such as `False`, would hide the rotation."""
+    sizes = "vocab_size, block_size, n_embd, n_layer, n_head"
+    source = gpt(
+        f", {sizes}, rotary_pct, rotary_emb_base", f"{sizes}, (rotary_pct, rotary_emb_base)"
+    )
+    assert build(tmp_path, source).extra == (1.0, 10000.0)
+
+
+def test_the_annotated_class_is_built_and_not_the_one_of_the_same_name(tmp_path: Path) -> None:
+    names = [f"Decoder{i}" for i in range(8)]
+    classes = "".join(
+        f"\n\nclass {name}(nn.Module):\n    def __init__(self, vocab_size, block_size, n_embd, "
+        "n_layer, n_head):\n        super().__init__()\n"
+        for name in ("Decoder", *names)
+    )
+    source = gpt(", decoder: Decoder5", "1, 2, 3, 4, 5, decoder") + classes
+    source = f"from __future__ import annotations\n{source}"
+    assert type(build(tmp_path, source).extra).__name__ == "Decoder5"
+
+
 def test_a_default_of_none_is_replaced_if_the_code_does_not_run_with_it(tmp_path: Path) -> None:
     source = gpt(", vocab_size, dtype=None, rope_theta=None", "float(rope_theta), 2, 3, 4, 5")
     source += "\n    def forward(self, ids):\n        return ids\n"

@@ -179,21 +179,25 @@ class LayerAttention:
         return None
 
     @cached_property
-    def added_mask(self) -> tuple[Node, float] | None:
-        """The node that adds a number to the scores of later tokens, and this number."""
+    def added_mask(self) -> tuple[Node, float, float] | None:
+        """The node that adds a mask, what it adds to later tokens' scores, and to all others."""
         if self.formula is not None or self.attention.indirect:
             return None
         masks = [
-            (node, a) for node in self.live(frozenset({"add"})) for a in node.all_input_nodes
+            (node, a) for node in self.live(frozenset({"add", "baddbmm", *SDPA}))
+            for a in node.all_input_nodes
             if a not in self.graph.live and size(a)[-2:] == (self.graph.shape[1],) * 2
         ]  # fmt: skip
         for node, mask in masks:
             [value] = self.graph.run([mask], {})
             later = torch.ones(value.shape[-2:], dtype=torch.bool).triu(1)
-            numbers = torch.unique(value[..., later])
-            if len(numbers) == 1 and not value[..., ~later].any():
-                if -1e3 < numbers.item() < math.inf:  # the softmax excludes what is lower
-                    return node, numbers.item()
+            if value.dtype == torch.bool and kind(node) in SDPA:
+                continue  # it selects scores, and is not added
+            numbers, others = torch.unique(value[..., later]), torch.unique(value[..., ~later])
+            if len(numbers) == len(others) == 1:
+                hidden, seen = numbers.item(), others.item()
+                if -1e3 < hidden - seen < math.inf:  # the softmax excludes what is lower
+                    return node, hidden, seen
         return None
 
     @cached_property
@@ -543,6 +547,7 @@ def no_qkv_projection(layer: LayerAttention) -> Deviation | None:
         return None
     operands = [getattr(layer.op, letter).node for letter in letters]
     place = source.running(layer.graph, layer.graph.on_paths([layer.layer.x1], operands))
+    place = place or layer.graph.place(layer.op.product)  # the product reads the input itself
     name, weights = f"h.{layer.i}.attn.c_attn", dict[str, Tensor | None]()
     for tensor, empty in (("weight", torch.eye), ("bias", torch.zeros)):
         hf = f"{name}.{tensor}"
@@ -634,15 +639,16 @@ def mask_value(layer: LayerAttention) -> Deviation | None:
     found = layer.mask_value or layer.added_mask
     if found is None:
         return None
-    node, value = found
+    node, value, *others = found
     place = source.running(layer.graph, [node])
     changes = layer.own_attention if layer.formula is None else None
     deviation = layer.deviation(place, changes, found=value)
     if layer.mask_value is not None:
         return deviation
+    added = f", and {others[0]:g} to all others" if others[0] else ""
     message = (
-        "the mask adds {found:g} to the scores of later tokens, which the softmax does not "
-        "exclude, but GPT-2 sets them to the lowest value of the data type"
+        f"the mask adds {{found:g}} to the scores of later tokens{added}, so the softmax does not "
+        "exclude them, but GPT-2 sets them to the lowest value of the data type"
     )
     return replace(deviation, message=message)
 

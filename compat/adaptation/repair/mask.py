@@ -274,22 +274,25 @@ def module_mask(site: Site) -> Iterator[Edits]:
         yield [created, Edit.set_keyword(call, keyword, keyword)]
 
 
-@fixes("other_attention", "nan_scores", "no_mask")
+@fixes("other_attention", "nan_scores", "no_mask", "mask_value")
 def infinite_mask(site: Site) -> Iterator[Edits]:
     """Set masked scores to -inf, where they are set to, or combined with, another number."""
     source, function = site.source, site.function
     if function is None:
         return
-    if not find_calls(SDPA, within=function) and not products(function):
+    calls = find(ast.Call, function)
+    masked = any(keyword.arg in MODULE_MASKS.values() for c in calls for keyword in c.keywords)
+    if not masked and not find_calls(SDPA, within=function) and not products(function):
         return
-    for call in find(ast.Call, function):
+    for call in calls:
         name = called(call).rstrip("_")
         value = argument(call, 1, "value") if name == "masked_fill" else None
         if name == "where" and len(call.args) == 3:
             value = next((a for a in call.args[1:] if is_number(site, a)), None)
         if value is not None and is_number(site, value):
             yield [Edit.replace(value, minus_inf(source))]
-        mask = argument(call, 3, "attn_mask") if name == SDPA else None
+        passed = [k.value for k in call.keywords if k.arg in MODULE_MASKS.values()]
+        mask = argument(call, 3, "attn_mask") if name == SDPA else next(iter(passed), None)
         if mask is not None and constant(mask) is not None:
             yield [Edit.replace(mask, f"{operand_code(mask)}.bool()")]
             yield [Edit.replace(mask, f"{operand_code(mask)} == 0")]
@@ -306,7 +309,9 @@ def infinite_mask(site: Site) -> Iterator[Edits]:
 
 
 def _is_mask(node: ast.expr) -> bool:
-    """Return whether an operand is named like a mask or creates one."""
+    """Return whether an operand is named like a mask or creates one, or is 1 less a mask."""
+    if isinstance(node, ast.BinOp) and constant(node.left) == 1:
+        node = node.right
     while isinstance(node, ast.Subscript):
         node = node.value
     return bool(_triangle(node) or MASK.search(name_of(node)))

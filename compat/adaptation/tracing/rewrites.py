@@ -1,8 +1,9 @@
 """Rewrites of a traced graph into a form in which the parts of a GPT-2 are recognised.
 
 The slices of parameters that hold several layers, and weights that are computed from parameters,
-become inputs. A bias is added to its projection before the residual stream is. A softmax on the
-logits and a slice of the last position are removed. Products that are stacked head by head become
+become inputs. A bias is added to its projection before the residual stream is, and attention is
+added to the stream before the MLP. Repetitions by 1, a softmax on the logits and a slice of the
+last position are removed. Products that are stacked head by head become
 one product, and terms that are zero are dropped.
 """
 
@@ -34,6 +35,7 @@ CUTS = frozenset("slice select index".split())
 # Operations that compute one vector from those of all positions, and what they compute.
 POOLS = {"mean": "mean", "sum": "sum", "amax": "maximum", "max": "maximum"}
 SOFTMAXES = frozenset("softmax _softmax log_softmax _log_softmax".split())
+ATTENTION = frozenset({*SDPA, "softmax", "_softmax"})
 WEIGHT_NORMS = frozenset({"_weight_norm", "_weight_norm_interface"})  # the second returns ‖v‖ too
 ARITHMETIC = frozenset("add sub rsub mul div neg".split())
 
@@ -143,7 +145,7 @@ def drop_zero_terms(graph: Graph) -> bool:
         except RuntimeError:  # the graph runs on the example only, as where ids choose experts
             return False
         zero = {node for node, value in zip(zero, values, strict=True) if not value.any()}
-    attention = {node for node in graph.nodes if kind(node) in {*SDPA, "softmax", "_softmax"}}
+    attention = {node for node in graph.nodes if kind(node) in ATTENTION}
 
     def attends(term: Node, stream: Node) -> bool:
         """Return whether a term is attention, or a block with it, that reads the other term."""
@@ -358,6 +360,51 @@ def add_biases_to_projections(graph: Graph) -> None:
         with_bias.meta = dict(node.meta)
         node.args = (streams[0], with_bias)
         changed = True
+    if changed:
+        _prune(graph)
+
+
+def add_attention_first(graph: Graph) -> None:
+    """Change `x + mlp(x) + attn(x)`, a block with parallel branches, to `x + attn(x) + mlp(x)`."""
+    attention = {node for node in graph.nodes if kind(node) in ATTENTION}
+    changed = False
+
+    def attends(branch: Node, x: Node) -> bool:
+        return not attention.isdisjoint(graph.between([branch], [x]))
+
+    for total in [node for node in graph.nodes if node in graph.live and _is_sum(node)]:
+        for first, attn in _orders(total):
+            if not {first, attn} <= graph.live or not _is_sum(first) or len(first.users) > 1:
+                continue
+            above = graph.ancestors[attn]
+            for x, mlp in _orders(first):
+                if mlp not in graph.live or x not in above & graph.ancestors[mlp]:
+                    continue
+                if {first, mlp} & above:  # attention reads the MLP, as in the next block
+                    continue
+                if attends(attn, x) and not attends(mlp, x) and size(x) == size(attn):
+                    total.prepend(first)
+                    first.args, total.args = (x, attn), (first, mlp)
+                    changed = True
+                    break
+    if changed:
+        _prune(graph)
+
+
+def _orders(node: Node) -> list[tuple[Node, Node]]:
+    """Return the two operands of a sum in both orders."""
+    one, other = tensor_inputs(node)
+    return [(one, other), (other, one)]
+
+
+def drop_repetitions_by_one(graph: Graph) -> None:
+    """Remove `repeat_interleave(1, dim)`, as where heads of keys are repeated for no other head."""
+    changed = False
+    for node in [node for node in graph.nodes if kind(node) == "repeat_interleave"]:
+        repeated = tensor_inputs(node)[0]
+        if node.args[1:2] == (1,) and size(node) == size(repeated):
+            node.replace_all_uses_with(repeated)
+            changed = True
     if changed:
         _prune(graph)
 
