@@ -1457,10 +1457,22 @@ def test_tokens_may_be_routed_to_experts(tiny: Path, tmp_path: Path) -> None:
         ("keys = self.W_key(x)", "keys = self.W_key(self.narrow(x))"),
     ]  # fmt: skip
     experts = [(GPT[start : end + len("class Block")], ROUTED)]
-    for edits, more in (([], set()), (latent, {"latent_attention"})):
+    bias = [("nn.Linear(dim, 2 * dim)", "nn.Linear(dim, 2 * dim, bias=False)"),
+            ("nn.Linear(2 * dim, dim)", "nn.Linear(2 * dim, dim, bias=False)"),
+            ("nn.Linear(dim, 3)", "nn.Linear(dim, 3, bias=False)")]  # fmt: skip
+    for edits, more in (
+        ([], set()), (latent, {"latent_attention"}), (bias, {"no_mlp_bias"}),
+        ([("F.silu(self.gate(x)) * self.up(x)", "F.relu(self.up(x))")], {"relu"}),
+    ):  # fmt: skip
         adaptation = adapted(tiny, tmp_path, [*experts, *edits])
         found = {f.code for f in adaptation.findings} - {"train_mode", "untied_head"}
-        assert found == {"unknown_mlp", "silu", *more}
+        more |= set() if "relu" in more else {"gated_mlp"}
+        assert found - {"unused_parameters"} == {"unknown_mlp", *more}
+        if "gated_mlp" in found:
+            assert "SwiGLU" in only_finding(adaptation, "gated_mlp").message
+        if "no_mlp_bias" in found:
+            line = only_finding(adaptation, "no_mlp_bias").source_line or ""
+            assert line.startswith("self.gate, self.up = nn.Linear")
         assert {name.split(".")[2] for name in adaptation.unmatched} <= {"mlp", "attn"}
         assert "as in a mixture of experts" in only_finding(adaptation, "unknown_mlp").message
 

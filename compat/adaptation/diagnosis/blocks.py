@@ -65,7 +65,7 @@ def _activations(code: str) -> Detector:
         found: dict[str, dict[int, Activation]] = {}
         for i, activation in enumerate(context.activations):
             layer = context.anatomy.layers[i]
-            if layer.is_gated or not layer.has_mlp:
+            if layer.is_gated or not layer.has_mlp or _gated_product(context, layer):
                 continue
             if layer.unknown and activation.name is None:
                 continue
@@ -186,6 +186,30 @@ def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             place = source.projecting(context.graph, context.model, layer.gate or product)
             yield Deviation(f"h.{i}.act", place, {"like": _gated_like(context, layer, product)})
             return
+
+
+@detects("gated_mlp")
+def gated_experts(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect products of two projections in MLPs of an unknown form, such as those of experts."""
+    for i, layer in context.layers:
+        if product := _gated_product(context, layer):
+            like = GATED.get(context.activations[i].name or "", "")
+            yield Deviation(f"h.{i}.act", context.graph.place(product), {"like": like})
+            return
+
+
+def _gated_product(context: DiagnosisContext, layer: Layer) -> Node | None:
+    """Return the first product of two projections' results in an MLP of an unknown form."""
+    graph, above = context.graph, context.graph.ancestors
+    nodes = graph.live_between([layer.mlp], [layer.x2]) if layer.unknown else []
+    for node in nodes:
+        factors = live_inputs(graph, node)
+        if kind(node) != "mul" or len(factors) != 2 or size(factors[0]) != size(factors[1]):
+            continue
+        one, other = ({*layer.unknown} & {*above[factor], factor} for factor in factors)
+        if len(one - other) == len(other - one) == 1:  # a router may be above both
+            return node
+    return None
 
 
 def _gated_like(context: DiagnosisContext, layer: Layer, product: Node) -> str:

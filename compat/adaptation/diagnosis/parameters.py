@@ -22,7 +22,7 @@ from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
 from compat.adaptation.mapping.assignments import UnknownProjection
 from compat.adaptation.result import Severity
-from compat.adaptation.tracing.graph import Place, size
+from compat.adaptation.tracing.graph import Place, size, tensor_inputs
 from compat.checkpoint.layout import HEAD
 from compat.errors import collapse_layers, listed
 from compat.name_map import all_parameters, sliced, whole_of
@@ -477,6 +477,28 @@ for _code, (_, _lacks, _fix) in MISSING.items():
     _message = f"{_lacks}, but the checkpoint has {{tensors}}"
     _detector = _no_out_proj if _code == "no_out_proj" else _missing(_code)
     deviation(_message, _fix, code=_code)(_detector)
+
+
+@detects("no_mlp_bias")
+def experts_without_bias(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect MLPs of an unknown form, such as a mixture of experts, without any bias."""
+    layers = [i for i, layer in context.layers if layer.unknown]
+    if not layers:
+        return
+    graph, layer = context.graph, context.anatomy.layers[layers[0]]
+    parameters = graph.parameters_between([layer.mlp], [layer.x2])
+    if not parameters or _include_bias(context, parameters):
+        return
+    widest = max(layer.unknown, key=lambda node: size(node)[-1])  # not the router
+    names = [
+        name for operand in tensor_inputs(widest) if operand not in graph.live
+        for node in graph.parameters_of[operand] for name in graph.parameter_names(node)
+    ]  # fmt: skip
+    lines = [source.built(context.model, name) for name in names[:1]]
+    missing = [f"h.{i}.mlp.{part}.bias" for i in layers for part in ("c_fc", "c_proj")]
+    yield Deviation(
+        f"h.{layers[0]}.fc", None, {"tensors": listed(collapse_layers(missing))}, lines=lines
+    )
 
 
 # Shared and unused parameters
