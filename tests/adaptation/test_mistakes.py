@@ -1659,6 +1659,29 @@ RELATIVE = """        steps = torch.arange(T)[:, None] - torch.arange(T)
         relative = torch.einsum("bhtd,tsd->bhts", queries, table)
 """
 # The edits, the code, and parts of lines that the finding must name.
+ADDS_BIAS = """class Bias(nn.Module):
+    def forward(self, scores):
+        places = torch.arange(scores.shape[-1]).flip(0) / 9
+        return scores - places
+
+
+"""
+NORM_WITH_METHOD = """class Norm(nn.Module):
+    def norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+"""
+SWISH = """class Swish(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(x)
+
+
+"""
+
 LINES: dict[str, tuple[Edits, str, list[str]]] = {
     "an activation as an argument": (
         [
@@ -1805,6 +1828,46 @@ LINES: dict[str, tuple[Edits, str, list[str]]] = {
         [("        scores = queries @", f"{RELATIVE}        scores = relative + queries @")],
         "position_bias",
         ["scores = relative + queries @"],
+    ),
+    "a bias of a module of its own": (
+        [
+            ("class Attention", f"{ADDS_BIAS}class Attention"),
+            ("        self.drop =", "        self.bias = Bias()\n        self.drop ="),
+            (
+                "        scores = scores.",
+                "        scores = self.bias(scores)\n        scores = scores.",
+            ),
+        ],
+        "position_bias",
+        ["return scores - places", "scores = self.bias(scores)"],
+    ),
+    "a norm of queries with a method": (
+        [
+            ("class Attention", f"{NORM_WITH_METHOD}class Attention"),
+            ("        self.drop =", "        self.qn = Norm()\n        self.drop ="),
+            (
+                "        scores = queries @",
+                "        queries, keys = self.qn(queries), self.qn(keys)\n"
+                "        scores = queries @",
+            ),
+        ],
+        "qk_norm",
+        ["torch.rsqrt(", "return self.norm(x)", "queries, keys = self.qn("],
+    ),
+    "an activation in the arguments of a sequence": (
+        [
+            ("class FeedForward(nn.Module):", f"{SWISH}class FeedForward(nn.Sequential):"),
+            (
+                "        super().__init__()\n        self.up = nn.Linear(dim, 4 * dim)\n"
+                "        self.down = nn.Linear(4 * dim, dim)\n\n    def forward(self, x):\n"
+                f"        return self.down({GELU})\n",
+                "        super().__init__(\n            nn.Linear(dim, 4 * dim),\n"
+                "            Swish(),\n"
+                "            nn.Linear(4 * dim, dim),\n        )\n",
+            ),
+        ],
+        "silu",
+        ["torch.sigmoid(x)", "Swish(),"],
     ),
     "attention that is called again": (
         [("x = self.ff(x)", "x = self.att(x)  # again")],

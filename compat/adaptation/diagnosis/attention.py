@@ -892,7 +892,9 @@ def position_bias(layer: LayerAttention, formula: AttentionFormula) -> Deviation
         if any(map(is_bias, graph.run([a for a in n.all_input_nodes if a not in graph.live], {})))
     ]  # fmt: skip
     place = source.running(graph, adds) or layer.softmax_line
-    return layer.deviation(place, found=described_bias(formula.bias))
+    model, product = layer.context.model, layer.op.product
+    lines = [place, *(source.submodule_call(graph, model, node, product) for node in adds[:1])]
+    return replace(layer.deviation(place, found=described_bias(formula.bias)), lines=lines)
 
 
 @detects("position_bias")

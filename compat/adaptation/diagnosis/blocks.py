@@ -78,6 +78,7 @@ def _activations(code: str) -> Detector:
                 continue
             first = next(iter(layers))
             lines = [_activation_line(context, i) for i in layers]
+            lines.append(source.function_built(context.model, _activation_nodes(context, first)))
             if lines[0] and name in CLASS_OF and name not in lines[0].text.lower():
                 lines += source.selected(context.model, name, CLASS_OF[name])
             fix = f"Use {expected} as the activation."
@@ -95,17 +96,20 @@ def _activations(code: str) -> Detector:
 def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
     """Return the line that builds or computes the activation, or else that calls the MLP."""
     graph, layer = context.graph, context.anatomy.layers[i]
-    inside = (
-        n
-        for start, end in layer.activation_spans(graph)
-        for n in graph.live_between([end], [start])
-    )
-    nodes = [n for n in inside if kind(n) not in MOVES]
-    if layer.unknown:
-        nodes = called_activation(graph, graph.between([layer.mlp], [layer.x2]))[1]
+    nodes = _activation_nodes(context, i)
     line = source.torch_built(context.model, nodes) or source.running(graph, nodes)
     projections = layer.mlp_proj or layer.act, layer.fc or layer.act
     return line or source.calling(graph, context.model, *projections)
+
+
+def _activation_nodes(context: DiagnosisContext, i: int) -> list[Node]:
+    """Return the operations that compute the activation of a layer."""
+    graph, layer = context.graph, context.anatomy.layers[i]
+    if layer.unknown:
+        return called_activation(graph, graph.between([layer.mlp], [layer.x2]))[1]
+    spans = layer.activation_spans(graph)
+    inside = (n for start, end in spans for n in graph.live_between([end], [start]))
+    return [n for n in inside if kind(n) not in MOVES]
 
 
 def tanh_gelu(place: Place | None) -> str:

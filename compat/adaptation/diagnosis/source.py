@@ -74,8 +74,11 @@ def calls(graph: Graph, nodes: Iterable[Node], place: Place | None) -> list[Plac
 def module_call(graph: Graph, model: nn.Module, node: Node) -> Place | None:
     """Return the line that calls the user's innermost module that computes a node."""
     frames, paths = graph.places(node), _module_paths(node)
-    within = bool(paths) and _is_users(model.get_submodule(paths[0]))
-    return frames[-2] if within and len(frames) > 1 else graph.place(node)
+    if not paths or not _is_users(model.get_submodule(paths[0])) or len(frames) < 2:
+        return graph.place(node)
+    # Its forward may call other methods of it, such as the `norm` of an RMSNorm.
+    inner = [i for i, frame in enumerate(frames) if frame.in_forward and i > 0]
+    return frames[inner[-1] - 1 if inner else -2]
 
 
 def submodule_call(graph: Graph, model: nn.Module, node: Node, outer: Node) -> Place | None:
@@ -151,9 +154,13 @@ def building(model: nn.Module, path: str) -> Place | None:
         for part in parts[: end - 1]:
             owner = None if owner is None else getattr(owner, part, None)
         name, rest = parts[end - 1], parts[end:]
-        if owner is None or name.isdigit():
+        if owner is None or (name.isdigit() and not isinstance(owner, nn.Sequential)):
             continue
-        if place := _assignment(type(owner), name, rest):
+        if name.isdigit():
+            place = _passed_to_base(type(owner), parts[end - 1 :])
+        else:
+            place = _assignment(type(owner), name, rest)
+        if place:
             return place
     return None
 
@@ -171,6 +178,15 @@ def built(model: nn.Module, parameter: str) -> Place | None:
 def torch_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
     """Return the line that builds a torch module, such as nn.GELU, that computes a node."""
     return next((place for node in nodes if (place := _torch_module(model, node))), None)
+
+
+def function_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
+    """Return the line that builds a user's module without parameters that computes a node."""
+    for path in (path for node in nodes for path in _module_paths(node)[:1]):
+        module = model.get_submodule(path)
+        if path and _is_users(module) and not list(module.parameters()):
+            return building(model, path)
+    return None
 
 
 def stack_built(model: nn.Module, node: Node) -> Place | None:
@@ -279,6 +295,18 @@ def _assignment(cls: type, name: str, rest: list[str]) -> Place | None:
         for node in ast.walk(tree):
             if (value := _assigned(node, name)) is not None:
                 return Place(file, first + _item(value, rest).lineno - 1)
+    return None
+
+
+def _passed_to_base(cls: type, path: list[str]) -> Place | None:
+    """Return the line of an item that a class passes to nn.Sequential's constructor."""
+    if cls.__module__.startswith("torch.") or (parsed := _parsed(cls)) is None:
+        return None
+    file, first, tree = parsed
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Attribute(ast.Call(ast.Name("super")), "__init__"), [_, *_]):
+                return Place(file, first + _item(node, path).lineno - 1)
     return None
 
 
