@@ -34,6 +34,7 @@ from compat.user_models.synonyms import (
     SIZES,
     is_ambiguous_size,
     is_window,
+    neutral,
     role_of,
     role_of_number,
     size_role,
@@ -82,8 +83,8 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
             changed |= _resize(vars(module), vars(module), config, undo, by_use, aliases, arguments)
             for name, value in _undefined(module, config).items():
                 _replace(vars(module), name, value, undo)
-            for name, key, value in _undefined_entries(target, module, config):
-                _replace(vars(module)[name], key, value, undo)
+            for _, owner, key, value in _undefined_entries(target, module, config):
+                _replace(owner, key, value, undo)
         for module in modules if changed else []:
             _recompute_globals(module, undo)
             _recompute_defaults(module, undo)
@@ -96,25 +97,40 @@ def undefined_sizes(target: Callable[..., nn.Module], config: GPT2Config) -> dic
     found = {n: value for m in modules for n, value in _undefined(m, config).items()}
     for module in modules:
         entries = _undefined_entries(target, module, config)
-        found |= {f'{name}["{key}"]': value for name, key, value in entries}
+        found |= {name: value for name, _, _, value in entries}
     return found
 
 
 def _undefined_entries(
     target: Callable[..., nn.Module], module: ModuleType, config: GPT2Config
-) -> list[tuple[str, str, Any]]:
-    """Return sizes that the code reads from a global dictionary that lacks them, with values.
+) -> list[tuple[str, dict[str, Any], str, Any]]:
+    """Return what the code reads from a global dictionary or object that lacks it.
 
-    A script may add them before it builds the model, as in `PARAMS["vocab_size"] = len(chars)`.
+    A script may add it before it builds the model, as in `PARAMS["vocab_size"] = len(chars)` or
+    `config.set(n_embd=384)`.
+
+    Returns:
+        The code that reads each entry, the dictionary or the object's attributes, the name of the
+        entry, and a value.
     """
-    found: list[tuple[str, str, Any]] = []
+    found: list[tuple[str, dict[str, Any], str, Any]] = []
+    trees = [tree_of(each) for each in user_modules(target)] if isinstance(target, type) else []
     for name, value in list(vars(module).items()):
         if isinstance(value, dict) and takes_sizes([key for key in value if isinstance(key, str)]):
-            trees = map(tree_of, user_modules(target))
             read = {key for tree in trees for owner, key in _entries_read(tree) if owner == name}
             for key in sorted(read - {*value}):
                 role = role_of_number(key, [*read, *value])
-                found += [(name, key, value_of(role, config))] if role and role in SIZES else []
+                if role and role in SIZES:
+                    found.append((f'{name}["{key}"]', value, key, value_of(role, config)))
+        elif is_users_class(type(value)) and not isinstance(value, (type, nn.Module)):
+            read = {key for tree in trees for owner, key in _attributes_read(tree) if owner == name}
+            lacking = sorted(key for key in read if not hasattr(value, key))
+            if hasattr(value, "__dict__") and takes_sizes(lacking):
+                for key in lacking:
+                    role = role_of(key)
+                    known = (True, value_of(role, config)) if role else neutral(key)
+                    if known[0]:
+                        found.append((f"{name}.{key}", vars(value), key, known[1]))
     return found
 
 
@@ -127,6 +143,13 @@ def _entries_read(tree: ast.Module) -> frozenset[tuple[str, str]]:
             case ast.Subscript(ast.Name(name), ast.Constant(str(key))):
                 found.add((name, key))
     return frozenset(found)
+
+
+@lru_cache(maxsize=64)
+def _attributes_read(tree: ast.Module) -> frozenset[tuple[str, str]]:
+    """Return the names and attributes of all `NAME.attribute`."""
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return frozenset((a.value.id, a.attr) for a in attributes if isinstance(a.value, ast.Name))
 
 
 def _undefined(module: ModuleType, config: GPT2Config) -> dict[str, Any]:

@@ -273,6 +273,35 @@ class GPT(nn.Embedding):
     assert vars(sys.modules[target.__module__])["PARAMS"] == {"embd": 384, "n_layers": 6}
 
 
+def test_the_attributes_that_a_global_object_lacks_are_added(tmp_path: Path) -> None:
+    """A script would set them before it builds the model, as in `config.set(n_embd=384)`."""
+    text = """
+from torch import nn
+
+class Config:
+    def __init__(self):
+        self.epochs = 3
+
+    def set(self, **values):
+        vars(self).update(values)
+
+config = Config()
+
+class GPT(nn.Embedding):
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size, config.n_embd)
+        self.sizes = config.n_layer, config.n_head, config.device, config.epochs
+"""
+    path = tmp_path / "own.py"
+    path.write_text(text)
+    target = load_target(f"{path}:GPT")
+    model, call = construct_with_call(target, CONFIG)
+    assert (model.num_embeddings, model.embedding_dim) == (97, 24)
+    assert vars(model)["sizes"] == (CONFIG.n_layer, CONFIG.n_head, "cpu", 3)
+    assert "compat set config.device='cpu', config.n_embd=24, config.n_head=" in call
+    assert vars(vars(sys.modules[target.__module__])["config"]) == {"epochs": 3}
+
+
 def test_uncommon_names_of_the_rows_and_the_width_of_embeddings_are_recognized(
     tmp_path: Path,
 ) -> None:
