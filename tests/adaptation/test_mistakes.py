@@ -1477,6 +1477,30 @@ def test_tokens_may_be_routed_to_experts(tiny: Path, tmp_path: Path) -> None:
         assert "as in a mixture of experts" in only_finding(adaptation, "unknown_mlp").message
 
 
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_a_fused_projection_before_a_module_that_projects_again_is_reported(
+    tiny: Path, tmp_path: Path, post_norm: bool
+) -> None:
+    edits = [
+        ("self.W_query = nn.Linear(dim, dim)",
+         "self.qkv = nn.Linear(dim, 3 * dim)\n"
+         "        self.inner = nn.MultiheadAttention(dim, heads, batch_first=True)"),
+        (ATTENTION,
+         "    def forward(self, x):\n        mask = self.mask[: x.shape[1], : x.shape[1]].bool()\n"
+         "        return self.inner(*self.qkv(x).chunk(3, dim=-1), attn_mask=mask)[0]\n\n"
+         "    def unused(self, x):\n        B, T, C = x.shape\n"),
+    ]  # fmt: skip
+    if post_norm:
+        post = "self.norm2((y := self.norm1(x + self.att(x))) + self.ff(y))"
+        edits += [(BLOCK, f"    def forward(self, x):\n        return {post}\n\n"
+                   "    def unused(self, x):\n        shortcut = x\n")]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = {f.code for f in adaptation.deviations}
+    assert found == {"latent_attention", *(["post_ln"] if post_norm else [])}
+    line = only_finding(adaptation, "latent_attention").source_line or ""
+    assert "self.qkv(x)" in line
+
+
 def test_a_further_branch_before_the_mlp_is_named(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("        self.ff = FeedForward(dim)", "        self.ff = FeedForward(dim)\n"

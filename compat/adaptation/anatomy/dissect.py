@@ -808,7 +808,14 @@ class _Dissection:
                 f"{self.graph.at(*ordered)}, as in cross-attention, but one was expected",
                 ordered,
             )
-        return ordered, inputs.pop(), None
+        x1 = inputs.pop()
+        first = index.frontier(x1)
+        if self.partial and size(x1)[-1] == 3 * self.width and first <= index.projections:
+            # A fused projection computes q, k and v, which are then projected again.
+            x1 = index.input_of(next(iter(first)))
+            between = self.graph.between(operands, [x1])
+            ordered = sorted(index.projections & {*between}, key=self.graph.order.__getitem__)
+        return ordered, x1, None
 
     def _projected(self, operands: list[Node]) -> list[Node]:
         """Return the operands without those that are the tensor which the others project."""
