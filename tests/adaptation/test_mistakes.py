@@ -1083,6 +1083,22 @@ def test_a_change_of_the_residual_sums_is_reported(tiny: Path, tmp_path: Path, e
     assert found.evidence.startswith("confirmed")
 
 
+def test_weights_of_the_residual_sums_before_post_norms_are_reported(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """As in DeepNorm."""
+    edits = [
+        (BLOCK, "    def forward(self, x):\n        x = self.norm1(2.0 * x + self.att(x))\n"
+         "        return self.norm2(2.0 * x + self.ff(x))\n\n"
+         "    def unused(self, x):\n        shortcut = x\n"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert [f.code for f in adaptation.deviations] == ["post_ln", "residual_weights"]
+    assert all(f.evidence.startswith("confirmed") for f in adaptation.deviations)
+    [other] = further_lines(only_finding(adaptation, "residual_weights"))
+    assert "self.norm2(2.0 * x" in other
+
+
 @pytest.mark.parametrize(
     "added", ["x + self.att(h) + self.ff(h)", "x + self.ff(h) + self.att(h)"], ids=["att", "ff"]
 )

@@ -473,8 +473,8 @@ def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
         ):
             branch = _factor(context, end, total.branch)
             kept = None
+            norm = context.places.named.get(f"h.{i}.ln_{1 if name == 'attn' else 2}")
             if total.shortcut is not None:
-                norm = context.places.named.get(f"h.{i}.ln_{1 if name == 'attn' else 2}")
                 own = norm is not None and norm.start is not total.shortcut
                 kept = _factor(context, stream, total.shortcut) if own else None
                 if kind(total.node) == "sub":
@@ -484,7 +484,8 @@ def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
                 between = [n for start, to in starts for n in context.graph.between([to], [start])]
                 factors = [n for n in between if kind(n) in ("mul", "div")]
                 found[tap] = f"h.{i}.{name}", kept or 1.0, branch or 1.0, factors or [total.node]
-            stream = total.node
+            normalized = norm is not None and norm.start is total.node
+            stream = norm.end if norm is not None and normalized else total.node
     if found:
         first = next(iter(found))
         _, kept, branch, _ = found[first]
