@@ -83,7 +83,7 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
             changed |= _resize(vars(module), vars(module), config, undo, by_use, aliases, arguments)
             for name, value in _undefined(module, config).items():
                 _replace(vars(module), name, value, undo)
-            for _, owner, key, value in _undefined_entries(target, module, config):
+            for _, owner, key, value in _undefined_entries(module, modules, config):
                 _replace(owner, key, value, undo)
         for module in modules if changed else []:
             _recompute_globals(module, undo)
@@ -96,15 +96,15 @@ def undefined_sizes(target: Callable[..., nn.Module], config: GPT2Config) -> dic
     modules = user_modules(target) if isinstance(target, type) else []
     found = {n: value for m in modules for n, value in _undefined(m, config).items()}
     for module in modules:
-        entries = _undefined_entries(target, module, config)
+        entries = _undefined_entries(module, modules, config)
         found |= {name: value for name, _, _, value in entries}
     return found
 
 
 def _undefined_entries(
-    target: Callable[..., nn.Module], module: ModuleType, config: GPT2Config
+    module: ModuleType, modules: Sequence[ModuleType], config: GPT2Config
 ) -> list[tuple[str, dict[str, Any], str, Any]]:
-    """Return what the code reads from a global dictionary or object that lacks it.
+    """Return what the modules read from a dictionary or an object of one of them that lacks it.
 
     A script may add it before it builds the model, as in `PARAMS["vocab_size"] = len(chars)` or
     `config.set(n_embd=384)`.
@@ -114,24 +114,31 @@ def _undefined_entries(
         entry, and a value.
     """
     found: list[tuple[str, dict[str, Any], str, Any]] = []
-    trees = [tree_of(each) for each in user_modules(target)] if isinstance(target, type) else []
     for name, value in list(vars(module).items()):
         if isinstance(value, dict) and takes_sizes([key for key in value if isinstance(key, str)]):
-            read = {key for tree in trees for owner, key in _entries_read(tree) if owner == name}
+            read = _keys_read(name, modules, _entries_read)
             for key in sorted(read - {*value}):
                 role = role_of_number(key, [*read, *value])
                 if role and role in SIZES:
                     found.append((f'{name}["{key}"]', value, key, value_of(role, config)))
         elif is_users_class(type(value)) and not isinstance(value, (type, nn.Module)):
-            read = {key for tree in trees for owner, key in _attributes_read(tree) if owner == name}
+            read = _keys_read(name, modules, _attributes_read)
             lacking = sorted(key for key in read if not hasattr(value, key))
-            if hasattr(value, "__dict__") and takes_sizes(lacking):
-                for key in lacking:
-                    role = role_of(key)
-                    known = (True, value_of(role, config)) if role else neutral(key)
-                    if known[0]:
-                        found.append((f"{name}.{key}", vars(value), key, known[1]))
+            for key in lacking if hasattr(value, "__dict__") and takes_sizes(lacking) else ():
+                role = role_of(key)
+                is_known, new = (True, value_of(role, config)) if role else neutral(key)
+                if is_known:
+                    found.append((f"{name}.{key}", vars(value), key, new))
     return found
+
+
+def _keys_read(
+    name: str,
+    modules: Sequence[ModuleType],
+    reads: Callable[[ast.Module], frozenset[tuple[str, str]]],
+) -> set[str]:
+    """Return the keys or attributes of a global name that the modules read."""
+    return {key for module in modules for owner, key in reads(tree_of(module)) if owner == name}
 
 
 @lru_cache(maxsize=64)  # a module is parsed once, and a model is built many times

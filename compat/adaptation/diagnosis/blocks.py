@@ -484,8 +484,9 @@ def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
                 between = [n for start, to in starts for n in context.graph.between([to], [start])]
                 factors = [n for n in between if kind(n) in ("mul", "div")]
                 found[tap] = f"h.{i}.{name}", kept or 1.0, branch or 1.0, factors or [total.node]
-            normalized = norm is not None and norm.start is total.node
-            stream = norm.end if norm is not None and normalized else total.node
+            stream = total.node
+            if norm is not None and norm.start is stream:  # a post-norm
+                stream = norm.end
     if found:
         first = next(iter(found))
         _, kept, branch, _ = found[first]

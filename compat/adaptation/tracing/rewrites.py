@@ -154,9 +154,7 @@ def drop_zero_terms(graph: Graph) -> bool:
 
     dropped = False
     for node in sums:
-        first, second = tensor_inputs(node)
-        pairs = [(first, second), (second, first)][: 2 if kind(node) == "add" else 1]
-        for kept, term in pairs:
+        for kept, term in _orders(node)[: 2 if kind(node) == "add" else 1]:
             if term in zero and size(kept) == size(node) and not attends(term, kept):
                 node.replace_all_uses_with(kept)
                 graph.output = kept if graph.output is node else graph.output
@@ -178,8 +176,7 @@ def drop_low_rank_terms(graph: Graph) -> bool:
     for node in graph.nodes:
         if node not in graph.live or kind(node) != "add" or len(node.all_input_nodes) != 2:
             continue
-        one, other = tensor_inputs(node)
-        for kept, term in ((one, other), (other, one)):
+        for kept, term in _orders(node):
             rank = _rank(graph, term)
             if rank and not _rank(graph, kept) and size(kept) == size(node):
                 graph.low_rank.append(term)
@@ -392,7 +389,7 @@ def add_attention_first(graph: Graph) -> None:
 
 
 def _orders(node: Node) -> list[tuple[Node, Node]]:
-    """Return the two operands of a sum in both orders."""
+    """Return the two operands of a sum or a difference in both orders."""
     one, other = tensor_inputs(node)
     return [(one, other), (other, one)]
 
