@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,11 +238,17 @@ def test_accepted_draft_tokens_save_forward_passes(
     assert draft_source.proposed - draft_source.accepted <= 1
 
 
-def test_a_source_of_rejected_draft_tokens_is_soon_ignored(source: Path, engine: Engine) -> None:
+def test_a_source_of_rejected_draft_tokens_is_soon_ignored(
+    source: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = prompt(1)
     expected = expected_ids(source, ids)
     wrong = [(token_id + 1) % 97 for token_id in expected]
     speculative = SpeculativeEngine(engine, lambda so_far, count, *_: wrong[len(so_far) :][:count])
+    # Each forward pass takes a second and each draft a millisecond, on any machine.
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: speculative.passes + next(ticks) / 1000)
+    monkeypatch.setattr("compat.decoding.speculative.time", clock)
     found = generate(speculative, ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
     assert found[0].tolist() == expected
     draft_source = speculative.source
