@@ -320,15 +320,16 @@ def _repair(
         note(f"{found}. Nothing was written")
         return 1
     codes = listed(list(dict.fromkeys(found.fixed)), len(found.fixed))
+    left = f". {listed(found.left)} is left" if found.left else ""
     if not fix:
         print(found.diff, end="")
         note(
-            f"these edits repair {codes} and were proved in a separate process. Write them with "
-            "--fix"
+            f"these edits repair {codes} and were proved in a separate process{left}. Write them "
+            "with --fix"
         )
         return 1
     files = listed([os.path.relpath(path) for path in write(found)])
-    note(f"repaired {codes} in {files}, so the model now computes what transformers computes")
+    note(f"repaired {codes} in {files}, so the model now computes what transformers computes{left}")
     return 0
 
 

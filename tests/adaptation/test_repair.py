@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from compat import AdaptError, GPT2Config, adapt
-from compat.adaptation.repair.edits import Edit, Edits, apply
+from compat.adaptation.repair.edits import Edit, Edits, apply, with_import_of_torch
 from compat.adaptation.repair.fixes import FIXES, Site
 from compat.adaptation.repair.repair import (
     Repair,
@@ -197,6 +197,21 @@ WAVES_ADDED = [
 ]  # fmt: skip
 
 
+ONE_BLOCK = "Block(emb_dim, n_heads, context_length)"
+EINOPS = """def einsum(x, weight, equation):
+    return x @ weight.T
+
+
+class Linear(nn.Module):
+    def __init__(self, d_in, d_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_out, d_in))
+
+    def forward(self, x):
+        return einsum(x, self.weight, "... i, o i -> ... o")
+
+
+class Attention("""
 ROPE = """def rope(x):
     T, D = x.shape[-2:]
     angle = torch.arange(T)[:, None] / 100 ** (torch.arange(0, D, 2) / D)
@@ -521,6 +536,76 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
           "        return self.down(gate * up)")],
         ["no_mlp_bias", "gated_mlp", "silu", "no_mlp_bias"],
         "        return self.down(gate)\n",
+    ),
+    "a gated MLP whose bias is added to the other projection first": (
+        [("        self.down = nn.Linear(4 * dim, dim)",
+          "        self.gate = nn.Linear(dim, 4 * dim, bias=False)\n"
+          "        self.down = nn.Linear(4 * dim, dim, bias=False)"),
+         ("self.up = nn.Linear(dim, 4 * dim)", "self.up = nn.Linear(dim, 4 * dim, bias=False)"),
+         ('        return self.down(F.gelu(self.up(x), approximate="tanh"))',
+          "        up = self.up(x)\n        gate = F.silu(self.gate(x))\n"
+          "        hidden = up * gate\n        return self.down(hidden)")],
+        ["no_mlp_bias", "gated_mlp", "no_mlp_bias", "silu", "no_mlp_bias"],
+        "self.gate = nn.Linear(dim, 4 * dim)\n        self.down = nn.Linear(4 * dim, dim)\n",
+    ),
+    "a gated MLP of one wide projection": (
+        [("self.up = nn.Linear(dim, 4 * dim)", "self.up = nn.Linear(dim, 4 * dim * 2)"),
+         ('        return self.down(F.gelu(self.up(x), approximate="tanh"))',
+          "        both = self.up(x)\n        x, gate = both.chunk(2, dim=-1)\n"
+          "        return self.down(x * F.silu(gate))")],
+        ["gated_mlp", "silu"],
+        "self.up = nn.Linear(dim, 4 * dim)\n        self.down = nn.Linear(4 * dim, dim)\n\n"
+        "    def forward(self, x):\n        both = self.up(x)\n        gate = both\n",
+    ),
+    "a gated MLP whose projection is split where it is called": (
+        [("self.up = nn.Linear(dim, 4 * dim)",
+          "hidden = 8 * dim\n        self.up = nn.Linear(dim, hidden)"),
+         ('        return self.down(F.gelu(self.up(x), approximate="tanh"))',
+          "        x, gate = torch.chunk(self.up(x), 2, dim=-1)\n"
+          "        x = F.silu(x) * gate\n        return self.down(x)")],
+        ["gated_mlp", "silu"],
+        "self.up = nn.Linear(dim, hidden // 2)",
+    ),
+    "assignments with annotations": (
+        [("class GPT(", f"{WAVES}\nclass GPT("),
+         (EMBEDDING, "self.pe: torch.Tensor = waves(context_length, emb_dim)"),
+         (LOOKUP, "self.pe[:T]"),
+         ("        shortcut = x\n        x = self.norm1(x)\n        x = self.att(x)\n"
+          "        x = x + shortcut\n",
+          "        shortcut: torch.Tensor = x\n        x: torch.Tensor = self.att(x)\n"
+          "        x = self.norm1(x + shortcut)\n")],
+        ["sinusoidal_pos", "post_ln"],
+        "self.pe: torch.Tensor = nn.Parameter(waves(context_length, emb_dim))",
+    ),
+    "ids that are hidden": (
+        [("self.tok_emb(ids) +", "self.tok_emb(ids) * (ids != 0)[..., None] +")],
+        ["id_condition"],
+        "self.tok_emb(ids) * torch.ones_like(ids, dtype=torch.bool)[..., None] +",
+    ),
+    "padding that is hidden in two functions": (
+        [("        x = self.tok_emb(ids) +", "        x = self.shown(ids) * self.tok_emb(ids) +"),
+         ("    def forward(self, ids):", "    pad = 3\n\n    def shown(self, ids):\n"
+          "        return ids.ne(self.pad)[..., None]\n\n    def forward(self, ids):"),
+         ("        return self.head(x)",
+          "        x = x.masked_fill(torch.eq(ids, self.pad)[..., None], 0)\n"
+          "        return self.head(x)")],
+        ["id_condition"],
+        "x = x.masked_fill(torch.zeros_like(ids, dtype=torch.bool)[..., None], 0)",
+    ),
+    "a projection by an einsum of einops": (
+        [("class Attention(", EINOPS), ("self.W_query = nn.Linear(", "self.W_query = Linear("),
+         ("self.W_key = nn.Linear(", "self.W_key = Linear("),
+         ("self.W_value = nn.Linear(", "self.W_value = Linear(")],
+        ["no_qkv_bias"],
+        "self.bias = nn.Parameter(torch.zeros(d_out))\n\n    def forward(self, x):\n"
+        '        return einsum(x, self.weight, "... i, o i -> ... o") + self.bias\n',
+    ),
+    "a letter that is not the number of layers": (
+        [("class GPT(", "n = int(0.9 * 1000)\n\n\nclass GPT("),
+         ("emb_dim, n_heads, n_layers)", "emb_dim, n_heads)"),
+         (BLOCKS.partition("\n")[0].strip(), f"blocks = [{', '.join(3 * [ONE_BLOCK])}]")],
+        ["n_layer_mismatch"],
+        f"blocks = [{ONE_BLOCK} for _ in range(2)]",
     ),
     "an option that names another MLP": (
         gated('kind == "SwiGLU"', 'kind="SwiGLU"'), ["gated_mlp"], 'context, kind="gelu"',
@@ -1035,6 +1120,23 @@ def test_a_fix_that_fails_does_not_stop_the_others(
 
 
 # Texts and files.
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import torch.nn as nn\nx = torch.ones(2)\n",
+         "import torch\nimport torch.nn as nn\nx = torch.ones(2)\n"),
+        ("from __future__ import annotations\n\nfrom torch import nn\nx = torch.ones(2)\n",
+         "from __future__ import annotations\n\nimport torch\nfrom torch import nn\n"
+         "x = torch.ones(2)\n"),
+        ("import torch.nn\nx = torch.ones(2)\n", None),
+        ("from parts import *\nx = torch.ones(2)\n", None),
+        ("from torch import nn\nx = nn.Linear(2, 2)\n", None),
+    ],
+)  # fmt: skip
+def test_torch_is_imported_if_an_edit_reads_it(text: str, expected: str | None) -> None:
+    assert with_import_of_torch(text) == (expected or text)
 
 
 def test_an_edit_that_removes_a_part_with_several_deviations_is_not_a_repair(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
+from typing import cast
 
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, fixes
@@ -18,6 +20,7 @@ from compat.adaptation.repair.source import (
     find,
     find_calls,
     following,
+    operand_code,
     parent_of,
     source_of,
     span,
@@ -25,13 +28,15 @@ from compat.adaptation.repair.source import (
 from compat.adaptation.repair.syntax import (
     argument,
     called,
+    constant,
     is_self,
     name_of,
+    root,
     sides,
     variable,
     variables,
 )
-from compat.adaptation.repair.tensors import assigned_values
+from compat.adaptation.repair.tensors import assigned_values, definition
 
 CODES = ("erf_gelu", "relu", "silu", "other_activation")
 
@@ -197,6 +202,43 @@ def without_gate(site: Site) -> Iterator[Edits]:
                 lost += [value for value, _ in assigned_values(function, named)]
                 edits = unused(site.around(product), lost)
                 yield [*Edit.unwrap(product, kept), *edits]
+
+
+@fixes("gated_mlp")
+def without_half(site: Site) -> Iterator[Edits]:
+    """Keep the activated half of a wide projection, as of `a, b = self.w12(x).chunk(2, dim=-1)`.
+
+    The activation is replaced afterwards.
+    """
+    for statement in site.every(ast.Assign):
+        match statement:
+            case ast.Assign(
+                [ast.Tuple([ast.Name(), ast.Name()] as halves)], ast.Call(ast.Attribute()) as call
+            ) if called(call) in ("chunk", "split", "tensor_split"):
+                of_torch = root(call.func) == "torch"
+                tensor = call.args[0] if of_torch else cast(ast.Attribute, call.func).value
+                yield from _of_one_half(site, statement, halves, tensor)
+
+
+def _of_one_half(
+    site: Site, statement: ast.Assign, halves: Sequence[ast.expr], tensor: ast.expr
+) -> Iterator[Edits]:
+    """Yield the product of two halves without one, and half the width of their projection."""
+    function = enclosing(statement, ast.FunctionDef)
+    projected = tensor if isinstance(tensor, ast.Call) else definition(site, tensor)
+    built = definition(site, projected.func) if isinstance(projected, ast.Call) else None
+    width = argument(built, 1, "out_features") if isinstance(built, ast.Call) else None
+    if function is None or width is None:
+        return
+    factors = sides(width) if isinstance(width, ast.BinOp) else []
+    rests = [rest for number, rest in factors if constant(number) == 2]
+    narrowed = code_of(rests[0]) if rests else f"{operand_code(width)} // 2"
+    for product in find(ast.BinOp, function):
+        for kept, dropped in reversed(sides(product)) if isinstance(product.op, ast.Mult) else ():
+            for half, other in itertools.permutations(map(name_of, halves), 2):
+                if name_of(dropped) == other and half in variables(kept) and _applies(kept):
+                    whole = Edit.replace(statement, f"{half} = {code_of(tensor)}")
+                    yield [*Edit.unwrap(product, kept), whole, Edit.replace(width, narrowed)]
 
 
 def _is_activated(function: ast.FunctionDef, value: ast.expr) -> bool:

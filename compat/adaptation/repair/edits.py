@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from compat.adaptation.repair.source import (
@@ -157,3 +158,29 @@ def edited_texts(texts: Mapping[str, str], edits: Iterable[Edit]) -> dict[str, s
     for edit in edits:
         by_file.setdefault(edit.file, []).append(edit)
     return {file: apply(texts[file], own) for file, own in by_file.items()}
+
+
+def with_import_of_torch(text: str) -> str:
+    """Return a file's text with `import torch` if it reads `torch` without importing it.
+
+    Other names of torch, as those of `import torch.nn as nn`, do not import it.
+    """
+    with suppress(SyntaxError):
+        tree = ast.parse(text)
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        aliases = [alias for node in ast.walk(tree) for alias in _aliases(node)]
+        bound = {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+        if any(node.id == "torch" for node in names) and bound.isdisjoint({"torch", "*"}):
+            imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+            first = next(
+                (node for node in imports if _aliases(node)[0].name != "annotations"), None
+            )
+            if first is not None:
+                lines = text.split("\n")
+                lines.insert(first.lineno - 1, "import torch")
+                return "\n".join(lines)
+    return text
+
+
+def _aliases(node: ast.AST) -> list[ast.alias]:
+    return node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else []

@@ -26,6 +26,7 @@ from compat.adaptation.repair.syntax import (
     constant,
     is_integer,
     is_size,
+    last_name,
     name_of,
     own_attribute,
     sides,
@@ -82,17 +83,24 @@ def _filled_products(site: Site) -> Iterator[Edits]:
 
 @fixes("id_condition")
 def no_padding(site: Site) -> Iterator[Edits]:
-    """Hide no id as padding: a mask of ones in place of `ids != pad`."""
+    """Hide no id as padding: a mask of ones in place of `ids != pad`, here or in the whole file."""
+    every = list(_without_padding(site, site.tree))
+    for value, edit in _without_padding(site, site.statement):
+        yield [edit]
+        yield [other for each, other in every if last_name(each) == last_name(value) != ""]
 
-    for node in find(ast.Compare, site.statement):
+
+def _without_padding(site: Site, within: ast.AST) -> Iterator[tuple[ast.expr, Edit]]:
+    """Yield what tensors are compared with, and the comparison as if no id were equal to it."""
+    for node in find(ast.Compare, within):
         if isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
             fill = "ones" if isinstance(node.ops[0], ast.NotEq) else "zeros"
-            yield [Edit.replace_group(node, bool_like(site, code_of(node.left), fill))]
-    for call in site.calls:  # ids.eq(pad)
-        name = called(call).rstrip("_")
-        if name in ("eq", "ne", "not_equal") and (ids := operand(site, call)) is not None:
-            fill = "zeros" if name == "eq" else "ones"
-            yield [Edit.replace(call, bool_like(site, code_of(ids), fill))]
+            new = bool_like(site, code_of(node.left), fill)
+            yield node.comparators[0], Edit.replace_group(node, new)
+    for call in find_calls("eq", "ne", "not_equal", within=within):  # ids.eq(pad)
+        if (ids := operand(site, call)) is not None and call.args:
+            fill = "zeros" if called(call) == "eq" else "ones"
+            yield call.args[-1], Edit.replace(call, bool_like(site, code_of(ids), fill))
 
 
 @fixes("no_mask")

@@ -441,16 +441,23 @@ def _products(sizes: list[str], node: ast.expr) -> Iterator[tuple[str, ast.expr,
 def _einsum(
     call: ast.Call, weight: ast.expr, sizes: list[str]
 ) -> Iterator[tuple[str, ast.expr, str]]:
-    equation = str(constant(call.args[0])).replace(" ", "")
-    inputs, _, output = equation.partition("->")
-    letters = inputs.split(",")[call.args.index(weight) - 1]
-    others = "".join(inputs.split(",")).replace(letters, "", 1)
-    own = [letter for letter in output if letter in letters and letter not in others]
-    if not own or len(letters) != len(sizes):
+    """Yield the same for an einsum. Its equation is its first argument, in einops its last."""
+    first, *operands = call.args
+    if isinstance(constant(first), str):
+        terms = re.split(",|->", str(constant(first)).replace(" ", ""))
+        *inputs, output = map(list[str], terms)
+    else:
+        operands, equation = call.args[:-1], str(constant(call.args[-1]))
+        *inputs, output = (term.split() for term in re.split(",|->", equation))
+    place = operands.index(weight)
+    axes = inputs[place]
+    others = {axis for term in (*inputs[:place], *inputs[place + 1 :]) for axis in term}
+    own = [axis for axis in output if axis in axes and axis not in others]
+    if not own or len(axes) != len(sizes):
         return
-    shape = ", ".join(sizes[letters.index(letter)] for letter in own)
+    shape = ", ".join(sizes[axes.index(axis)] for axis in own)
     after = output[output.index(own[0]) :]  # the dimensions of the bias, and those between
-    index = ", ".join(":" if letter in own else "None" for letter in after)
+    index = ", ".join(":" if axis in own else "None" for axis in after)
     yield shape, call, "{}" if "None" not in index else f"{{}}[{index}]"
 
 

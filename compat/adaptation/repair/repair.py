@@ -41,7 +41,7 @@ from compat.adaptation.repair import (
     signature,
     softmax,
 )
-from compat.adaptation.repair.edits import Edits, edited_texts
+from compat.adaptation.repair.edits import Edits, edited_texts, with_import_of_torch
 from compat.adaptation.repair.fixes import FIXES, UNSAFE, Site
 from compat.adaptation.repair.source import Source
 from compat.adaptation.result import Adaptation, Finding
@@ -74,6 +74,7 @@ MAX_TRIALS = 120  # models that are built and compared in one search
 # Deviations that hide others, which are found after their repair: a gated MLP may have other biases
 # and widths, and another activation.
 HIDING = {"gated_mlp": 4}
+CACHE = "kv_cache"  # a finding that may be a limit of the proof, and is repaired all the same
 SIZES = {"n_embd_mismatch", "n_head_mismatch", "n_layer_mismatch", "vocab_mismatch", "inner_dim"}
 
 
@@ -128,11 +129,13 @@ class Repair:
         texts: the new text of every changed file or cell, by its name.
         old: their present texts.
         fixed: the codes of the deviations, in the order in which they were repaired.
+        left: the codes of what is left without breaking parity, such as a wrong KV cache.
     """
 
     texts: dict[str, str]
     old: dict[str, str]
     fixed: list[str]
+    left: list[str] = field(default_factory=list)
 
     @property
     def diff(self) -> str:
@@ -329,10 +332,12 @@ class Search:
                     self.fixed += [finding.code, *sorted(also)]
                     break
             else:
-                self.left = state.deviations
-                return None
+                self.left = [f for f in state.findings if f in state.deviations or f.code == CACHE]
+                break
+        if not (self.texts and state.compatible):
+            return None
         old = {name: self.old[name] for name in self.texts}
-        return Repair(self.texts, old, self.fixed) if self.texts else None
+        return Repair(self.texts, old, self.fixed, [finding.code for finding in self.left])
 
     def _improved(
         self, state: Adaptation, finding: Finding, texts: dict[str, str]
@@ -340,12 +345,16 @@ class Search:
         """Return the model after the first edit for a finding with which it is better.
 
         An edit that brings findings of other kinds, such as a bias of the head, is the last choice.
-        It must not leave more tensors unmatched: an edit that removes the call of a whole MLP
-        leaves fewer findings than the MLP had.
+        It must not leave more tensors unmatched, unless the finding hides others: an edit that
+        removes the call of a whole MLP leaves fewer findings than the MLP had.
         """
         second = None
         for edits in self._edits(finding, texts, self.unsafe):
-            changed = texts | edited_texts(self.old | texts, edits)
+            edited = edited_texts(self.old | texts, edits)
+            changed = texts | {
+                name: text if "#cell-" in name else with_import_of_torch(text)
+                for name, text in edited.items()
+            }
             key = tuple(sorted(changed.items()))
             if key in self.tried or len(self.tried) >= MAX_TRIALS:
                 continue
@@ -358,7 +367,8 @@ class Search:
             if _rank(after) < _rank(state):
                 if {f.code for f in after.findings} <= {f.code for f in state.findings}:
                     return after, changed
-                if len(after.unmatched) <= len(state.unmatched):
+                hidden = finding.code in HIDING and "no_mlp" not in _codes(after)
+                if hidden or len(after.unmatched) <= len(state.unmatched):
                     second = second or (after, changed)
         return second
 
@@ -418,7 +428,7 @@ def _codes(state: Adaptation) -> set[str]:
 
 def _is_repaired(state: Adaptation) -> bool:
     """Return whether nothing is left to repair, not even an unexplained fault of the cache."""
-    wrong_cache = any(finding.code == "kv_cache" for finding in state.findings)
+    wrong_cache = any(finding.code == CACHE for finding in state.findings)
     return state.compatible and not state.deviations and not wrong_cache
 
 

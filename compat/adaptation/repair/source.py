@@ -36,6 +36,7 @@ class Source:
             with suppress(SyntaxError):
                 tree = ast.parse(text)
                 break
+        _WithoutAnnotations().visit(tree)
         for node in ast.walk(tree):
             vars(node)["source"] = self
             for child in ast.iter_child_nodes(node):
@@ -73,6 +74,20 @@ class Source:
             if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
         ]  # fmt: skip
         return sorted(found, key=lambda node: (node.end_lineno or 0) - node.lineno)
+
+
+class _WithoutAnnotations(ast.NodeTransformer):
+    """Let `x: Tensor = y` have the syntax of `x = y`, except for the fields of classes."""
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        node.body = [each if isinstance(each, ast.AnnAssign) else self.visit(each)
+                     for each in node.body]  # fmt: skip
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        if node.value is None:
+            return node
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
 
 
 # The nodes around and inside a node.

@@ -248,9 +248,12 @@ def hyperparameters(site: Site, init: ast.FunctionDef, role: str) -> list[str]:
             found += [f"{name}.{entry}" for entry in entries]
         elif reads:
             found += [f"{name}[{source_of(init).quoted(entry)}]" for entry in entries]
-    module = [target.id for each in site.sources.values() for node in each.tree.body
-              for target, _ in assigned(node) if isinstance(target, ast.Name)]  # fmt: skip
-    found += [name for name in module if role_of(name) == role]
+    module = [pair for each in site.sources.values() for node in each.tree.body
+              for pair in assigned(node)]  # fmt: skip
+    for target, value in module:
+        # A letter such as `n` is a size if its value is a number, and not computed from the data.
+        if isinstance(target, ast.Name) and role_of(target.id) == role:
+            found += [target.id] if len(target.id) > 1 or type(constant(value)) is int else []
     return list(dict.fromkeys(found))
 
 
