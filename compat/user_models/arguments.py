@@ -31,6 +31,7 @@ from compat.user_models.config_object import (
 from compat.user_models.entries import nested
 from compat.user_models.synonyms import CONFIG_NAMES, SIZES, plain, role_of, symbols, takes_sizes
 from compat.user_models.usage import (
+    compared_strings,
     counts,
     forwarded,
     init_source,
@@ -230,7 +231,7 @@ def parameters_of(target: Callable[..., Any]) -> dict[str, Parameter]:
             for parameter in own:
                 if parameter.kind is parameter.VAR_KEYWORD:
                     items = items_of(base, parameter.name).items()
-                    read = [n for n, required in items if required or role_of(n) in SIZES]
+                    read = [n for n, required in items if required or _is_size(n, base)]
                     found |= {n: Parameter(n, Parameter.KEYWORD_ONLY) for n in read}
                     for inner, passed in forwarded(base, parameter.name):
                         more = parameters_of(inner).items()
@@ -239,6 +240,11 @@ def parameters_of(target: Callable[..., Any]) -> dict[str, Parameter]:
             if not any(p.kind is p.VAR_KEYWORD and _passes_on(base, p.name) for p in own):
                 break
     return found
+
+
+def _is_size(name: str, cls: type) -> bool:
+    """Return whether a name denotes a size, and the code does not compare it with strings."""
+    return role_of(name) in SIZES and name not in compared_strings(cls)
 
 
 def _passes_on(cls: type, keywords: str) -> bool:

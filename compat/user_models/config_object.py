@@ -245,6 +245,8 @@ class ConfigMaker:
         # Values in the body of a class without parameters, or of its constructor, are replaced.
         constants = _constants(template) - {*parameters, *entries}
         for name, value in (known if parameters else {**known, **entries}).items():
+            if inspect.isfunction(getattr(template, name, None)):  # returns one of the attributes
+                continue
             replaced = not parameters or (name in constants and role_of(name, names) in SIZES)
             needed = name in self.usage.names and name not in self.usage.optional
             if replaced or (needed and not hasattr(made, name)):

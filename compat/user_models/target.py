@@ -61,7 +61,7 @@ PARTS = (
 RECURRENT = re.compile(r"nn\.(LSTM|GRU|RNN)(Cell)?\(")
 OTHER_MODELS = re.compile(
     "Classif|Pooled|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un|Similarity|Entail"
-    "|Choice|Tagg|Question|Sentiment"
+    "|Choice|Tagg|Question|Sentiment|Cls(?![a-z])"
 )
 INIT = "__init__"
 DOWNLOADS = re.compile(rb"\.from_pretrained\(|\bload_dataset\(|\b(hf_hub|snapshot)_download\(")
@@ -622,10 +622,19 @@ def _features(name: str, classes: dict[str, ast.ClassDef], patterns: Sequence[st
         current = stack.pop()
         if current not in reached:
             reached.add(current)
-            stack += [n.id for n in ast.walk(classes[current])
-                      if isinstance(n, ast.Name) and n.id in classes]  # fmt: skip
+            stack += _used_by(classes[current], classes)
     text = " ".join(ast.unparse(classes[each]) for each in reached)
     return sum(re.search(pattern, text) is not None for pattern in patterns)
+
+
+def _used_by(definition: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
+    """Return the classes that a class names, and those of which its constructor takes an instance.
+
+    The parameter for the latter has the name of the class, as in `GPTLMHead(gpt)`.
+    """
+    named = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
+    taken = {plain(a.arg) for f in _functions(definition.body, INIT) for a in f.args.args}
+    return {name for name in classes if name in named or plain(name) in taken}
 
 
 def _whole(names: Iterable[str], classes: dict[str, ast.ClassDef]) -> list[str]:
@@ -671,12 +680,7 @@ def _unused(
     """
     classes = {name: c for name, c in classes.items() if not OTHER_MODELS.search(name)} or classes
     classes = {name: c for name, c in classes.items() if not _only_trains(c)} or classes
-    used = {
-        node.id
-        for name, definition in classes.items()
-        for node in ast.walk(definition)
-        if isinstance(node, ast.Name) and node.id != name
-    }
+    used = {n for name, c in classes.items() for n in _used_by(c, classes) if n != name}
     for function in _functions(body):
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
         calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))

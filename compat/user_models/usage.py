@@ -23,6 +23,7 @@ from compat.user_models.synonyms import CONFIG_NAMES, SIZES, is_config_name, pla
 
 _ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
 _ATTRIBUTE = re.compile(r"\b([^\W\d][\w.]*)\.([^\W\d]\w*)\b(?!\s*\()")
+_GETTER = re.compile(r"\b([^\W\d][\w.]*)\.(get_\w+)\(\)")
 _GETATTR = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']""")
 _DEFAULT = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']\s*,""")
 # The first branch consumes the `in` of loops.
@@ -41,7 +42,7 @@ class Usage:
 
     Args:
         items: Names read as `config["name"]` or `config.get("name")`.
-        attributes: Names read as `config.name` or `getattr(config, "name")`.
+        attributes: Names read as `config.name`, `getattr(config, "name")` or `config.get_name()`.
         tables: Names of tables in which a key is looked up: `key in config["name"]`.
         optional: Attributes that are only read with a default: `getattr(config, "name", 1)`.
         sections: Names off which sizes are read in turn: `model` of `config.model.n_layer`.
@@ -79,7 +80,7 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
         return Usage()
     names = {*CONFIG_NAMES, *map(plain, aliases)}
     items, attributes = _ITEM.findall(text), list[str]()
-    for owner, name in _ATTRIBUTE.findall(text):
+    for owner, name in (*_ATTRIBUTE.findall(text), *_GETTER.findall(text)):
         first, *rest = owner.removeprefix("self.").split(".")
         if first in LIBRARIES or (name in OF_TENSORS and plain(first) not in names):
             continue

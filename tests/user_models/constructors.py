@@ -53,6 +53,7 @@ STYLES = {
     "defaults": _takes("vocab_size=50257, max_len=64, d_model=8, num_layers=6, nhead=8"),
     "keyword only": _takes("V_O_C_A_B, seqLen, dModel, N_BLOCKS, numHeads", star="*, "),
     "in no table": _takes("size_of_vocab, the_seq_len, token_embed_width, all_layers, head_num=9"),
+    "absolute positions": _takes("n_vocab, max_abs_position, width, depth, heads"),
     "channels": _takes("n_vocab, max_context, chan_dim, Nx, n_heads"),
     "one letter": _takes("V, T, C, L, H"),
     "numbers": _takes("vocab_size, block_size, embd_number, layer_number, head_number"),

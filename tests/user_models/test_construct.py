@@ -842,6 +842,20 @@ class GPT(nn.Module):
     assert model.kept == {"rate": 0.1} and model.wte.weight.shape == (97, 24)
 
 
+def test_a_keyword_that_is_compared_with_a_string_is_not_a_size(tmp_path: Path) -> None:
+    """`heads` is in the name of a number of heads, too."""
+    source = """
+class GPT(nn.Module):
+    def __init__(self, n_vocab, n_ctx, dim, depth, heads, **kwargs):
+        super().__init__()
+        self.sizes = n_vocab, n_ctx, dim, depth, heads
+        self.talking_heads = kwargs.get("talking_heads", "none")
+        self.is_mixed = self.talking_heads == "pre" or self.talking_heads == "both"
+"""
+    model = build(tmp_path, source)
+    assert (model.sizes, model.talking_heads) == (SIZES, "none")
+
+
 def test_a_list_with_a_config_for_each_block_is_passed(tmp_path: Path) -> None:
     source = """
 class GPT(nn.Module):
@@ -883,6 +897,15 @@ def test_a_config_class_that_sets_its_values_in_its_constructor_is_used(
     cls = cls.replace("object.__setattr__(self, 'own', None)", "self.own = sizes_of_mine")
     source = cls.replace("class GPT", f"{more}\nclass GPT")
     assert build(tmp_path, source).sizes == SIZES
+
+
+def test_a_config_class_with_getters_is_used(tmp_path: Path) -> None:
+    names = [name[2:] for name in READ.split(", ")]
+    values = "\n        ".join(f"self._{name} = 6" for name in names)
+    getters = "".join(f"    def get_{n}(self):\n        return self._{n}\n" for n in names)
+    more = f"class GPTConfig:\n    def __init__(self):\n        {values}\n{getters}"
+    cls = gpt(", model_config", ", ".join(f"model_config.get_{name}()" for name in names))
+    assert build(tmp_path, cls.replace("class GPT", f"{more}\nclass GPT")).sizes == SIZES
 
 
 def test_numbers_in_a_config_constructor_with_parameters_are_replaced(tmp_path: Path) -> None:

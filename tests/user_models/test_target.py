@@ -627,6 +627,21 @@ def test_the_default_is_the_class_that_no_other_class_uses(tmp_path: Path) -> No
     assert load_target(f"{notebook(tmp_path, GPT)}:").__name__ == "GPT"
 
 
+def test_a_head_that_takes_the_model_is_the_default(tmp_path: Path) -> None:
+    source = f"""{GPT}
+class GPTLMHead(nn.Module):
+    def __init__(self, gpt):
+        super().__init__()
+        self.gpt, self.head = gpt, nn.Linear(8, 97)
+
+class GPTClsHead(nn.Module):
+    def __init__(self, gpt, classes):
+        super().__init__()
+        self.gpt, self.head = gpt, nn.Linear(8, classes)
+"""
+    assert load_target(str(write(tmp_path / "gpt.py", source))).__name__ == "GPTLMHead"
+
+
 def test_a_function_may_build_the_model_from_parts_of_another_file(tmp_path: Path) -> None:
     write(tmp_path / "parts.py", "from torch import nn\nclass Embed(nn.Embedding):\n    pass\n")
     source = """
