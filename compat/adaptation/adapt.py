@@ -698,8 +698,8 @@ def _signature(
 
     If these ids fail, the model is called on full length, on ids below 16 that every table has, on
     a length that the error names, on 32-bit ids, on ids that are floating-point numbers, on one-hot
-    vectors, on one sequence without the axis of the batch, and on the numbers of sequences that it
-    may expect, also of full length.
+    vectors, on ids (T, B) if it then returns logits (B, V), on one sequence without the axis of the
+    batch, and on the numbers of sequences that it may expect, also of full length.
 
     Raises:
         AdaptError: none of them works.
@@ -729,6 +729,10 @@ def _signature(
             if length < config.n_positions and length not in _sizes(config)
         ]  # fmt: skip
         others += [(ids, None, convert) for convert in (Tensor.int, Tensor.float, one_hot)]
+        with suppress(AdaptError):
+            time_first = find_signature(model, ids, time_first=True)
+            if time_first.last:  # logits (B, V), which a model of one sequence does not return
+                return time_first, ids
         others += [(ids, 0, None), (full_length, 0, None)]
         for rows in batch_sizes(model):
             if rows * config.n_positions * config.vocab_size < MOST_LOGITS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -1329,6 +1330,79 @@ def test_a_time_first_model_that_ignores_its_mask_is_reported(tiny: Path, tmp_pa
     shape = only_finding(adaptation, "input_shape")
     assert "takes ids of shape (T, B), but" in shape.message
     assert shape.fix == "model(ids.T).transpose(0, 1)"
+
+
+def test_a_time_first_model_that_pools_is_compared_without_the_mean(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """The mask is an argument, whose effect no logits show."""
+    edits = [*TIME_FIRST, ("return self.head(x)", "return self.head(x.mean(dim=0))")]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"pooled_positions"}
+    assert "takes ids of shape (T, B), but" in only_finding(adaptation, "input_shape").message
+
+
+def test_the_evidence_of_a_model_that_pools_compares_all_positions(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits = [
+        ("return self.head(x)", "return self.head(x.mean(dim=1))"),
+        (GELU, "F.relu(self.up(x))"),
+    ]
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = only_finding(adaptation, "relu").evidence
+    error = re.search(r"to within (\S+?)[,;]", found)
+    assert error and float(error[1]) < 1e-3, found
+
+
+def test_a_norm_at_the_end_of_the_blocks_is_not_a_block(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("        self.blocks = nn.ModuleList(blocks)\n",
+         "        self.blocks = nn.Sequential(*blocks[:2], nn.LayerNorm(dim))\n"),
+        (f"{LOOP}            x = block(x)\n", "        x = self.blocks(x)\n"),
+        ("        x = self.final_norm(x)\n", ""),
+    ]  # fmt: skip
+    found = only_finding(adapted(tiny, tmp_path, edits), "n_layer_mismatch")
+    assert found.message == "the number of layers is 2, but the checkpoint's is 3"
+
+
+def test_positions_that_are_added_to_the_keys_are_not_a_bias(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("        self.W_key = nn.Linear(dim, dim)\n", "        self.W_key = nn.Linear(dim, dim)\n"
+         "        self.key_pos = nn.Embedding(context, dim)\n"),
+        ("keys = self.W_key(x)", "keys = self.W_key(x) + self.key_pos.weight[:T]"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"extra_operation", "random_parameters"}
+    assert only_finding(adaptation, "extra_operation").source_line == edits[1][1]
+    assert not adaptation.unmatched
+
+
+def test_the_lines_of_an_activation_are_those_that_build_and_call_it(
+    tiny: Path, tmp_path: Path
+) -> None:
+    up = "        self.up = nn.Linear(dim, 4 * dim)\n"
+    edits = [(up, f"{up}        self.act = nn.ReLU()\n"), (GELU, "self.act(self.up(x))")]
+    found = only_finding(adapted(tiny, tmp_path, edits), "relu")
+    assert found.source_line == "self.act = nn.ReLU()"
+    assert further_lines(found) == ["return self.down(self.act(self.up(x)))"]
+
+
+def test_the_lines_of_a_gated_mlp_are_those_of_the_product_and_the_activation(
+    tiny: Path, tmp_path: Path
+) -> None:
+    up = "        self.up = nn.Linear(dim, 4 * dim)\n"
+    edits = [
+        (
+            "class FeedForward(",
+            "def swish(x):\n    return x * torch.sigmoid(x)\n\n\nclass FeedForward(",
+        ),
+        (up, f"{up}        self.gate = nn.Linear(dim, 4 * dim)\n"),
+        (GELU, "swish(self.gate(x)) * self.up(x)"),
+    ]
+    found = only_finding(adapted(tiny, tmp_path, edits), "gated_mlp")
+    assert found.source_line == "return self.down(swish(self.gate(x)) * self.up(x))"
+    assert "return x * torch.sigmoid(x)" in further_lines(found)
 
 
 def test_equal_lists_of_all_blocks_are_one_finding(tiny: Path, tmp_path: Path) -> None:

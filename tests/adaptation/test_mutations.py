@@ -41,6 +41,7 @@ FEW_STYLES = {
     "low_precision": "test_odd_models.py computes attention in bfloat16",
     "grouped_query_attention": "test_odd_models.py shares keys among heads",
     "latent_attention": "test_odd_models.py projects k and v twice",
+    "rounded_weights": "test_odd_models.py rounds the weights of its projections",
     "sliced_heads": "test_odd_models.py projects the channels of each head alone",
     "scaled_probs": "test_mistakes.py divides the probabilities",
     "cross_attention": "test_mistakes.py builds torch's decoder",

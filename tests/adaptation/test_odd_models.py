@@ -151,6 +151,23 @@ class SlicedBlock(Block):
         return self.mix(*(torch.cat(heads, dim=-1) for heads in zip(*projected, strict=True)))
 
 
+class RoundedLinear(nn.Linear):
+    """The weights are rounded to −1, 0 and 1 times their mean magnitude, as in BitNet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.abs().mean()
+        rounded = (self.weight / scale).round().clamp(-1, 1) * scale
+        return F.linear(x, rounded, self.bias)
+
+
+class RoundedBlock(Block):
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner)
+        self.qkv = RoundedLinear(emb_dim, 3 * emb_dim, bias=False)
+        self.proj = RoundedLinear(emb_dim, emb_dim, bias=False)
+        self.down = RoundedLinear(inner, emb_dim)
+
+
 class ScaledQueries(Block):
     """The channels of each head's query are multiplied by learned factors."""
 
@@ -606,6 +623,11 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "rotated latent attention": (
         with_blocks(RotatedLatentBlock),
         {"latent_attention": "projected twice", "rope": "rotated by their position"},
+    ),
+    "rounded weights": (
+        with_blocks(RoundedBlock),
+        {"rounded_weights": "weights of h.{0…2}.attn.c_attn, h.{0…2}.attn.c_proj and h.{0…2}.mlp",
+         "no_qkv_bias": "no bias", "no_proj_bias": "no bias"},
     ),
     "sliced heads": (with_blocks(SlicedBlock), {"sliced_heads": "only 6 of the 24 channels"}),
     "vocabulary": (sized(vocab=24), {"vocab_mismatch": "vocabulary of 24"}),
@@ -1168,6 +1190,25 @@ def test_an_optional_mask_is_passed_and_reported(tiny: Path) -> None:
     [found] = [finding for finding in adaptation.findings if finding.severity == "limit"]
     assert found.code == "mask_argument" and "attn_mask=torch.ones(T, T).tril()" in found.message
     assert found.source_line and "def forward" in found.source_line
+
+
+class LinesBeforeMask(OptionalMask):
+    """Another line with the name of the mask stands before the arguments of `forward`."""
+
+    attn_mask = None
+
+    def forward(
+        self,
+        ids: Tensor,
+        attn_mask: Tensor | None = None,
+    ) -> Any:
+        return super().forward(ids, attn_mask)
+
+
+def test_the_line_of_an_optional_mask_is_that_of_the_argument(tiny: Path) -> None:
+    findings = adapt(noisy_model(LinesBeforeMask), tiny).findings
+    [found] = [finding for finding in findings if finding.code == "mask_argument"]
+    assert found.source_line == "attn_mask: Tensor | None = None,"
 
 
 class NeededMask(OptionalMask):

@@ -949,6 +949,8 @@ class _Dissection:
         while len(users := live_users(self.graph, node)) == 1:
             [node] = users
             if kind(node) == "add" and reads_parameter(self.graph, node):
+                if any(is_table_of_positions(self.graph, a) for a in tensor_inputs(node)):
+                    break
                 end = node
             elif kind(node) not in MOVES and kind(node) != "getitem":
                 break

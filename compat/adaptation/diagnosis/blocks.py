@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -78,7 +78,11 @@ def _activations(code: str) -> Detector:
                 continue
             first = next(iter(layers))
             lines = [_activation_line(context, i) for i in layers]
-            lines.append(source.function_built(context.model, _activation_nodes(context, first)))
+            nodes = _activation_nodes(context, first)
+            lines += [
+                source.function_built(context.model, nodes),
+                _module_call(context, lines[0], nodes),
+            ]
             if lines[0] and name in CLASS_OF and name not in lines[0].text.lower():
                 lines += source.selected(context.model, name, CLASS_OF[name])
             fix = f"Use {expected} as the activation."
@@ -100,6 +104,15 @@ def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
     line = source.torch_built(context.model, nodes) or source.running(graph, nodes)
     projections = layer.mlp_proj or layer.act, layer.fc or layer.act
     return line or source.calling(graph, context.model, *projections)
+
+
+def _module_call(
+    context: DiagnosisContext, built: Place | None, nodes: Sequence[Node]
+) -> Place | None:
+    """Return the line that calls an activation by the attribute that it is stored in."""
+    stored = re.match(r"self\.(\w+)\s*(:.*)?=", built.text.strip()) if built else None
+    line = source.running(context.graph, nodes)
+    return line if stored and line and f"self.{stored[1]}(" in line.text else None
 
 
 def _activation_nodes(context: DiagnosisContext, i: int) -> list[Node]:
@@ -187,8 +200,14 @@ def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
         if layer.is_gated:
             product = _product_before(context, layer)
-            place = source.projecting(context.graph, context.model, layer.gate or product)
-            yield Deviation(f"h.{i}.act", place, {"like": _gated_like(context, layer, product)})
+            graph, model = context.graph, context.model
+            lines = [source.projecting(graph, model, layer.gate or product)]
+            starts = [node for node in (layer.fc_end, layer.gate) if node is not None]
+            inside = graph.live_between([layer.act], starts)
+            activations = [node for node in inside if kind(node) in GATED]
+            lines += [source.torch_built(model, [n]) or graph.place(n) for n in activations]
+            values = {"like": _gated_like(context, layer, product)}
+            yield Deviation(f"h.{i}.act", lines[0], values, lines=lines)
             return
 
 

@@ -21,6 +21,7 @@ from compat.adaptation.diagnosis.attention_formula import (
 from compat.adaptation.mapping.assignments import Assignments, Unmatched
 from compat.adaptation.mapping.embeddings import EmbeddingFormula, embedding_of
 from compat.adaptation.tracing.graph import MOVES, Graph, Place, kind, reads_parameter, size
+from compat.adaptation.tracing.rewrites import POOLS
 from compat.config import GPT2Config
 from compat.ops import Rows
 
@@ -75,6 +76,11 @@ class DiagnosisContext:
     @property
     def layers(self) -> list[tuple[int, Layer]]:
         return list(enumerate(self.anatomy.layers))
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether the logits are computed from the mean or maximum over all positions."""
+        return self.last_only is not None and kind(self.last_only) in POOLS
 
     @property
     def room(self) -> int:

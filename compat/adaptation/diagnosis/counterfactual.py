@@ -76,7 +76,7 @@ def run(
     ours = _graph_trace(context, taps, ids)
     if changed is None or ours is None or "logits" not in ours:
         return Counterfactual(trusted, False, float("nan"), alone, None)
-    if context.mapping.output_softmax is not None or context.graph.dropouts:
+    if context.mapping.output_softmax is not None or context.graph.dropouts or context.is_pooled:
         logits = ours["logits"]  # the graph runs without them
     V, T = min(changed["logits"].shape[-1], logits.shape[-1]), logits.shape[1]
     error = (changed["logits"][:, -T:, :V] - logits[..., :V].double()).abs().max().item()

@@ -339,7 +339,7 @@ def _joins_others(context: DiagnosisContext, node: Node) -> bool:
     severity="info",
 )
 def last_position_only(context: DiagnosisContext) -> Iterator[Deviation]:
-    if context.last_only is not None and kind(context.last_only) not in POOLS:
+    if context.last_only is not None and not context.is_pooled:
         yield Deviation(None, source.running(context.graph, [context.last_only]))
     elif context.with_targets:
         yield Deviation(None, source.matching(context.model, r"\[:, *\[? *-1|\[:, *-1 *:"))
@@ -351,9 +351,9 @@ def last_position_only(context: DiagnosisContext) -> Iterator[Deviation]:
     "return head(ln_f(x))",
 )
 def pooled_positions(context: DiagnosisContext) -> Iterator[Deviation]:
-    if context.last_only is not None and (pool := kind(context.last_only)) in POOLS:
+    if context.last_only is not None and context.is_pooled:
         place = source.running(context.graph, [context.last_only])
-        yield Deviation("ln_f", place, {"found": POOLS[pool]})
+        yield Deviation("ln_f", place, {"found": POOLS[kind(context.last_only)]})
 
 
 @deviation(

@@ -70,7 +70,7 @@ def weights_changed(context: DiagnosisContext) -> Iterator[Deviation]:
 def mask_argument(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.mask:
         name = context.mask.partition("=")[0]
-        place = source.matching(context.model, rf"\b{name}\b.*=")
+        place = source.argument(context.model, name)
         evidence = "observed: without it, the last token changes the logits of earlier tokens"
         yield Deviation(None, place, {"found": context.mask}, evidence=evidence)
 
@@ -113,7 +113,7 @@ def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
         and not graph.parameters_between([node], [])
     ]  # fmt: skip
     lines = [graph.place(node) for node in compared] or graph.exits
-    if lines and context.failed_input:
+    if lines and context.failed_input and not context.is_pooled:
         values = {"found": f"the logits differ from the reference's on {context.failed_input}"}
         evidence = "confirmed: all taps agree on random ids"
         yield Deviation("logits", lines[0], values, evidence=evidence, lines=lines)

@@ -22,6 +22,8 @@ EXPLANATIONS = {
     "heads together are as wide as the model. Wider or narrower heads cannot hold these weights.",
     "latent_attention": "Multi-head latent attention (DeepSeek) projects to a narrow vector first, "
     "which is all that is cached. c_attn is one matrix of full rank, and cannot be divided so.",
+    "rounded_weights": "GPT-2's weights were trained without rounding. Rounded to a few values, as "
+    "BitNet's are, they project to other vectors, in every layer.",
     "sliced_heads": "In GPT-2, every head has a projection of all channels. A head that projects "
     "its own slice sees a part of the token only, and c_attn does not fit into its matrices.",
     "no_qkv_bias": "GPT-2's c_attn.bias is trained and far from zero. Without it, q, k and v are "

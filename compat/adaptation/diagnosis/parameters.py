@@ -118,7 +118,7 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     place = source.building(context.model, blocks if numbered else first.split(".")[0])
     values: dict[str, Any] = {"found": found, "expected": expected, "fix": f"n_layer={expected}"}
     message = ""
-    if numbered and len([*context.model.get_submodule(blocks).children()]) == expected > found:
+    if numbered and _count_of_blocks(context, blocks) == expected > found:
         anatomy = context.anatomy
         place = source.calling(context.graph, context.model, anatomy.layers[0].attn, anatomy.head)
         values["fix"] = "x = block(x)"
@@ -153,6 +153,13 @@ def _first_repeated(context: DiagnosisContext) -> int:
     if not len({*own}) == context.config.n_layer < len(own):
         return 0
     return next(i for i, parameters in enumerate(own) if parameters in own[:i])
+
+
+def _count_of_blocks(context: DiagnosisContext, blocks: str) -> int:
+    """Return how many modules of the list are blocks, and not a norm at its end."""
+    modules = [*context.model.get_submodule(blocks).children()]
+    kinds = {type(module) for module in modules[: len(context.anatomy.layers)]}
+    return sum(type(module) in kinds for module in modules)
 
 
 def _all_contribute(context: DiagnosisContext, blocks: str, n_layer: int) -> bool:
@@ -317,6 +324,22 @@ deviation(
 )(_unknown("per_head_projection"))
 
 
+@deviation(
+    "the {found} of {modules} are rounded, as in a quantized network, but GPT-2 computes with them "
+    "as they are",
+    "F.linear(x, self.weight, self.bias)",
+)
+def rounded_weights(context: DiagnosisContext) -> Iterator[Deviation]:
+    graph = context.graph
+    rounded = [each for each in context.mapping.unknown if each.code == "rounded_weights"]
+    if rounded:
+        modules = listed(collapse_layers([each.module for each in rounded]))
+        found = "weights" if rounded[0].reasons[0] not in graph.live else "inputs"
+        lines = [graph.place(node) for each in rounded for node in each.reasons]
+        values = {"modules": modules, "found": found}
+        yield Deviation(_first_tap(f"{rounded[0].module}.weight"), None, values, lines=lines)
+
+
 def _repeated_call(context: DiagnosisContext, unknown: UnknownProjection) -> Place | None:
     """Return where a projection of q, k or v is called once more, as in `v = self.query(x)`."""
     layer = context.anatomy.layers[int(unknown.module.split(".")[1])]
@@ -386,9 +409,14 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
     module = hf.rpartition(".")[0]
     if hf in unmatched.shapes or hf in unmatched.shared or module in context.places.missing:
         return None
-    if any(module == each.module for each in context.mapping.unknown):
-        has_bias = _include_bias(context, unmatched.nodes[f"{module}.weight"])
-        return None if parts[-2:] != ["c_attn", "bias"] or has_bias else "no_qkv_bias"
+    unknown = [each for each in context.mapping.unknown if each.module == module]
+    if unknown:
+        if parts[-1] != "bias" or _include_bias(context, unmatched.nodes[f"{module}.weight"]):
+            return None
+        if parts[-2] == "c_attn":
+            return "no_qkv_bias"
+        if unknown[0].code != "rounded_weights":
+            return None
     if parts[0] == "h" and int(parts[1]) >= len(context.anatomy.layers):
         return None
     if parts[0] == "h" and parts[2:4] == ["attn", "c_attn"]:
@@ -411,7 +439,7 @@ def _code_of(context: DiagnosisContext, hf: str) -> str | None:
     if parts[-1] == "bias" and norm is not None and not norm.centred:
         return None  # an RMSNorm
     end = ".".join(parts[2:]) if parts[0] == "h" else hf
-    if end == "attn.c_proj.bias" and unmatched.lacks(f"{module}.weight"):
+    if end == "attn.c_proj.bias" and unmatched.lacks(f"{module}.weight") and not unknown:
         end = "attn.c_proj.weight"  # the whole projection is missing
     end = re.sub(r"^ln_[12f]\.", "ln.", end)
     return next((code for code, (ends, _, _) in MISSING.items() if end in ends), None)

@@ -65,9 +65,15 @@ def callers(graph: Graph, place: Place) -> list[Place]:
 
 
 def calls(graph: Graph, nodes: Iterable[Node], place: Place | None) -> list[Place]:
-    """Return the lines of forward that call the function, such as `norm(x)`, in which a line is."""
+    """Return the lines that call the function, such as `norm(x)`, in which a line is.
+
+    A method is such a function only if `forward` calls it.
+    """
     frames = [graph.places(node) for node in nodes if graph.place(node) == place]
-    called = [f for f in frames if len(f) > 1 and not f[-1].in_forward and f[-2].in_forward]
+    called = [
+        f for f in frames
+        if len(f) > 1 and not f[-1].in_forward and (f[-2].in_forward or "." not in f[-1].function)
+    ]  # fmt: skip
     return list(dict.fromkeys(lines[-2] for lines in called))
 
 
@@ -413,6 +419,20 @@ def matching(model: nn.Module, pattern: str) -> Place | None:
     count = max(getattr(node, "end_lineno", None) or 0 for node in ast.walk(tree))
     lines = (Place(file, first + i) for i in range(count))
     return next((line for line in lines if re.search(pattern, line.text)), None)
+
+
+def argument(model: nn.Module, name: str) -> Place | None:
+    """Return the line of the model's `forward` that declares an argument."""
+    cls: type = type(model)
+    if (parsed := _parsed(cls)) is None:
+        return None
+    file, first, tree = parsed
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    arguments = (
+        arg for function in functions if function.name == "forward"
+        for arg in (*function.args.args, *function.args.kwonlyargs) if arg.arg == name
+    )  # fmt: skip
+    return next((Place(file, first + arg.lineno - 1) for arg in arguments), None)
 
 
 def unused_result(place: Place, methods: Collection[str]) -> Place | None:

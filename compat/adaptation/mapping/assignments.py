@@ -48,6 +48,7 @@ from compat.ops import Fused, Op, Rearrange, Rows, Same, Transpose
 
 # Operations that put tensors side by side.
 JOINS = frozenset("cat stack getitem".split())
+ROUNDING = frozenset("round sign trunc floor ceil".split())
 # The parameters that one tensor of the checkpoint is loaded into, and the operation.
 Assignment = tuple[tuple[Node, ...], Op]
 
@@ -351,10 +352,18 @@ class _LayerAssignment:
             code = "other_attention" if in_parts else error.code
             if self._is_parallel_part(parameters):
                 code = "parallel_block"
+            reasons = tuple(error.nodes)
+            if rounding := self._rounding(ends, start):
+                code, reasons = "rounded_weights", rounding
             found = UnknownProjection(
-                f"h.{self.i}.{hf}", ends[0], parameters, code, error.values, tuple(error.nodes)
+                f"h.{self.i}.{hf}", ends[0], parameters, code, error.values, reasons
             )
             self.unknown.append(found)
+
+    def _rounding(self, ends: Sequence[Node], start: Node) -> tuple[Node, ...]:
+        """Return the operations that round a projection's weights, or else its input."""
+        found = [n for n in self.graph.between(ends, [start]) if kind(n) in ROUNDING]
+        return tuple([n for n in found if n not in self.graph.live] or found)
 
     def _is_parallel_part(self, parameters: Sequence[Node]) -> bool:
         """Return whether one projection computes q, k, v and what the MLP reads."""

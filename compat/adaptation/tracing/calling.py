@@ -184,8 +184,8 @@ class CallSignature:
         output = self._output(model, ids)
         if ids.ndim == 1:
             return find_logits(output, ids[None], self.last)[0]
-        if self.time_first:
-            return find_logits(output, ids.mT, self.last).transpose(0, 1)
+        if self.time_first and not self.last:
+            return find_logits(output, ids.mT).transpose(0, 1)
         return find_logits(output, ids, self.last)
 
     def _output(self, model: nn.Module, ids: Tensor) -> Any:
@@ -482,16 +482,36 @@ def _is_bidirectional(model: nn.Module, signature: CallSignature, ids: Tensor) -
 def _changed_by(model: nn.Module, signature: CallSignature, ids: Tensor, place: int) -> Tensor:
     """Return whether the logits of each position change with one token.
 
+    Of a model that returns the logits of one position, it is the last hidden states that change.
     Empty if the call fails, or if the change is not a number.
     """
     other = ids.clone()
     other[:, place] = ids[:, -1 - place]
     try:
         with eval_mode(model), plain_kernels():
-            one, two = signature(model, ids), signature(model, other)
+            one, two = (_of_every_position(model, signature, each) for each in (ids, other))
     except Exception:
         return torch.empty(0, dtype=torch.bool)
     change = torch.where(one == two, 0, (one - two).abs()).amax((0, 2))
     if not change.isfinite().all():
         return torch.empty(0, dtype=torch.bool)
     return change > 1e-5 * change.amax()  # less is rounding
+
+
+def _of_every_position(model: nn.Module, signature: CallSignature, ids: Tensor) -> Tensor:
+    """Return the logits, or the last hidden states (B, T, C) if the logits are of one position."""
+    hidden: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.ndim == 3 and output.is_floating_point():
+            B_T = tuple(output.shape[:2])
+            if B_T in (ids.shape, ids.mT.shape):
+                hidden.append(output if B_T == ids.shape else output.transpose(0, 1))
+
+    hooks = [module.register_forward_hook(keep) for module in model.modules() if signature.last]
+    try:
+        logits = signature(model, ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return hidden[-1] if hidden and logits.shape[1] < ids.shape[1] else logits
