@@ -709,6 +709,14 @@ def _root(
     roots = _most(roots, classes, PARTS)
     roots = [name for name in roots if all(name in other for other in roots)] or roots  # no variant
     if not classes:
+        others = (node for node in body if isinstance(node, ast.ClassDef))
+        models = [c.name for c in others if _functions(c.body, "forward")]
+        if models:
+            raise AdaptError(
+                f"{place} defines no nn.Module class, although {listed(models)} has a method "
+                f"forward. Write class {models[-1]}(nn.Module), call super().__init__() in its "
+                "constructor, and keep the weights in nn.Parameter, so that compat finds them"
+            )
         raise AdaptError(f"{place} defines no nn.Module class. {MAKE_MODEL}")
     *others, chosen = roots or list(classes)
     if others:

@@ -176,6 +176,17 @@ def test_a_cache_that_is_wrong_for_an_unknown_reason_is_a_limit(
     assert "for a reason that compat does not know" in found.message
 
 
+def test_a_wrong_cache_without_an_edit_is_left_and_the_rest_is_repaired(
+    tmp_path: Path, small: Checkpoint
+) -> None:
+    text = RETURNED.replace("torch.cat([cache[0], k], dim=2)", "torch.cat([k, cache[0]], dim=2)")
+    found = Search(target(tmp_path, text), small, GPT2Config(), unsafe=False).run()
+    assert found is None  # there is nothing else to repair
+    text = text.replace('approximate="tanh"', 'approximate="none"')
+    found = Search(target(tmp_path, text), small, GPT2Config(), unsafe=False).run()
+    assert found is not None and (found.fixed, found.left) == (["erf_gelu"], ["kv_cache"])
+
+
 def test_a_cache_without_a_mask_for_later_calls_is_a_limit(
     tmp_path: Path, small: Checkpoint
 ) -> None:

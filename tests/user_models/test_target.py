@@ -624,6 +624,10 @@ def test_the_default_is_the_class_that_no_other_class_uses(tmp_path: Path) -> No
     assert load_target(str(path), notes).__name__ == "More"
     assert notes == [f"More is the last model in the file, which has others too: {path}:Other"]
     check_refused(str(write(path, "x = 1")), "defines no nn.Module class")
+    plain_class = "class Tiny:\n    def forward(self, ids):\n        return ids\n"
+    check_refused(
+        str(write(path, plain_class)), "Tiny has a method forward", "class Tiny(nn.Module)"
+    )
     assert load_target(f"{notebook(tmp_path, GPT)}:").__name__ == "GPT"
 
 
