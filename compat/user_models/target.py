@@ -709,8 +709,8 @@ def _root(
     roots = _most(roots, classes, PARTS)
     roots = [name for name in roots if all(name in other for other in roots)] or roots  # no variant
     if not classes:
-        others = (node for node in body if isinstance(node, ast.ClassDef))
-        models = [c.name for c in others if _functions(c.body, "forward")]
+        plain_classes = (node for node in body if isinstance(node, ast.ClassDef))
+        models = [cls.name for cls in plain_classes if _functions(cls.body, "forward")]
         if models:
             raise AdaptError(
                 f"{place} defines no nn.Module class, although {listed(models)} has a method "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import prod
 from typing import Any
 
@@ -448,9 +448,25 @@ class _Dissection:
             raise self._no_attention()
         if self.partial:
             own = [op for op in found if not self._is_cross(op)]
+            self._check_own_keys(found)
             self.cross = [op for op in found if op not in own] if own else []
             found = own or found
         return found
+
+    def _check_own_keys(self, attention_ops: list[AttentionOp]) -> None:
+        """Refuse keys and values that a layer takes over from an earlier one."""
+        for (i, first), (j, op) in combinations(enumerate(attention_ops), 2):
+            is_later = first.product in self.graph.ancestors[op.product]
+            if is_later and self._keys_and_values(op) == self._keys_and_values(first):
+                raise UnknownPart(
+                    f"attention {j + 1}{self.graph.at(op.product)} reads the keys and values of "
+                    f"attention {i + 1}, but in GPT-2 each layer projects its own",
+                    [op.product],
+                )
+
+    def _keys_and_values(self, op: AttentionOp) -> list[set[Node]]:
+        """Return what computes keys and values, down to the nearest projections."""
+        return [self.index.frontier(operand.node) for operand in (op.k, op.v)]
 
     def _is_cross(self, op: AttentionOp) -> bool:
         """Return whether keys and values are projected from another tensor than the queries."""
