@@ -457,7 +457,8 @@ class _Dissection:
         """Refuse keys and values that a layer takes over from an earlier one."""
         for (i, first), (j, op) in combinations(enumerate(attention_ops), 2):
             is_later = first.product in self.graph.ancestors[op.product]
-            if is_later and self._keys_and_values(op) == self._keys_and_values(first):
+            keys, values = self._keys_and_values(op)
+            if keys and is_later and [keys, values] == self._keys_and_values(first):
                 raise UnknownPart(
                     f"attention {j + 1}{self.graph.at(op.product)} reads the keys and values of "
                     f"attention {i + 1}, but in GPT-2 each layer projects its own",
