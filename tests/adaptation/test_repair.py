@@ -592,6 +592,17 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["id_condition"],
         "x = x.masked_fill(torch.zeros_like(ids, dtype=torch.bool)[..., None], 0)",
     ),
+    "hidden states that are averaged": (
+        [("        return self.head(x)",
+          "        x = torch.mean(x, dim=1)\n        return self.head(x)")],
+        ["pooled_positions"],
+        "        x = self.final_norm(x)\n        return self.head(x)",
+    ),
+    "the largest of the hidden states": (
+        [("        return self.head(x)", "        return self.head(x.max(dim=1).values)")],
+        ["pooled_positions"],
+        "        return self.head(x)",
+    ),
     "a projection by an einsum of einops": (
         [("class Attention(", EINOPS), ("self.W_query = nn.Linear(", "self.W_query = Linear("),
          ("self.W_key = nn.Linear(", "self.W_key = Linear("),

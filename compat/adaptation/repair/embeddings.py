@@ -37,6 +37,7 @@ from compat.adaptation.repair.syntax import (
     sides,
     variable,
 )
+from compat.adaptation.repair.tensors import operand
 from compat.adaptation.repair.values import calls_of, functions, hyperparameters
 
 # Positions.
@@ -439,6 +440,17 @@ def without_assignment(site: Site) -> Iterator[Edits]:
                     yield [Edit.replace(call, code_of(call.args[0]))]
 
 
+@fixes("pooled_positions")
+def every_position(site: Site) -> Iterator[Edits]:
+    """Compute logits from the hidden states of all positions instead of from their mean."""
+    for call in find_calls("mean", "sum", "max", "amax", within=site.statement):
+        above = parent_of(call)
+        pooled = above if isinstance(above, ast.Attribute) else call  # x.max(dim=1).values
+        if (hidden := operand(site, call)) is not None:
+            same = variable(site.statement) == code_of(hidden)
+            yield [removed(site.statement) if same else Edit.replace(pooled, code_of(hidden))]
+
+
 @fixes("scaled_embedding", "position_bias", "sinusoidal_pos", "low_rank_term")
 def counted_once(site: Site) -> Iterator[Edits]:
     """Remove a term of a sum, as of `x + positions(x)` with `positions` that adds to x as well."""
@@ -581,9 +593,9 @@ def unchanged_logits(site: Site) -> Iterator[Edits]:
         operands = inputs(site, formula)
         order = (ast.Call, ast.BinOp, ast.Name, ast.Subscript, ast.Attribute)
         ranked = [o for kind in order for o in operands if isinstance(o, kind)]
-        for operand in ranked:
-            without: list[ast.AST] = [o for o in operands if o is not operand]
-            yield [*only(formula, operand), *unused(site, without)]
+        for kept in ranked:
+            without: list[ast.AST] = [o for o in operands if o is not kept]
+            yield [*only(formula, kept), *unused(site, without)]
     statement = site.statement
     if isinstance(statement, (ast.Assign, ast.AugAssign, ast.Expr)):
         yield [removed(statement)]
