@@ -89,6 +89,7 @@ from compat.adaptation.tracing.rewrites import (
     drop_zero_terms,
     keep_every_position,
     lift_derived_weights,
+    look_up_rows,
     merge_stacked_products,
     remove_output_softmax,
     split_projections,
@@ -396,6 +397,7 @@ def _map(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> _Mapped
         add_biases_to_projections(graph)
         add_attention_first(graph)
         drop_repetitions_by_one(graph)
+        look_up_rows(graph)
         lift_derived_weights(graph)
         last_only, output_softmax = keep_every_position(graph), remove_output_softmax(graph)
         anatomy = dissect(graph, partial)

@@ -21,7 +21,9 @@ from compat.user_models.usage import init_source, users_nodes
 _SIDE = r"(s|str|ch|chars?|words?|tok(en)?s?|pieces?|i|ix|idx|ids?|int|ind(ex)?)"
 _TABLE = re.compile(rf"(get)?({_SIDE}(to|2){_SIDE}|vocab(ulary)?|stoi|itos|encoder|decoder|base)")
 # Names of the number of tokens, of an id, and of methods that look up an id.
-_COUNT = re.compile(r"(get)?(n|num)?(vocab(ulary)?|pieces?|words?|tokens?|chars?)(size|len|count)?")
+_COUNT = re.compile(
+    r"(get)?(n|num)?(vocab(ulary)?|pieces?|words?|tokens?|chars?)(size|len|count)?|len|size"
+)
 _ID = re.compile(r".*(id|idx|index|token)")
 _LOOKUP = re.compile(
     r"(convert)?(tok(en)?s?|pieces?|words?)to(ids?|idx|index)|encode|index|get|lookup.*"

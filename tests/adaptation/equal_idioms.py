@@ -221,6 +221,21 @@ class UntiedHead(GPT):
 # Embeddings
 
 
+class ColumnEmbedding(GPT):
+    """The embedding of a token is a column of a parameter (C, V), which the head shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.wte, self.lm_head
+        self.columns = nn.Parameter(torch.randn(C, V))
+
+    def tokens(self, ids: Tensor) -> Tensor:
+        return torch.einsum("cbt -> btc", self.columns[:, ids])
+
+    def head(self, x: Tensor) -> Tensor:
+        return x @ self.columns
+
+
 class OneHotTokens(GPT):
     def tokens(self, ids: Tensor) -> Tensor:
         return F.one_hot(ids, V).to(self.wte.weight.dtype) @ self.wte.weight
@@ -824,7 +839,8 @@ class NanGuard(GPT):
 CLASSES: list[type[nn.Module]] = [
     AutocastOffBlocks, with_block(AutocastOffAttention), AutocastOffEverywhere, NoGradEmbedding,
     GradientsOnHead, HeadInVocabularyChunks, HeadInPositionChunks, HeadFilledIn, HeadPerPosition,
-    PaddedVocabulary, PaddedHead, StaleHead, StaleHeadCalled, UntiedHead, OneHotTokens,
+    PaddedVocabulary, PaddedHead, StaleHead, StaleHeadCalled, UntiedHead, ColumnEmbedding,
+    OneHotTokens,
     OneHotByComparison, OneHotByScatter, OneHotByEye, OneHotEverything, CumsumPositions,
     ExpandedPositions, BufferPositions, PositionsOfMask, ShiftedPositions, SlicedPositions,
     PositionsPerToken, LoopOverRows, LoopOverRowsOfIds, with_block(RowsOfAttention),

@@ -1405,6 +1405,26 @@ def test_the_lines_of_a_gated_mlp_are_those_of_the_product_and_the_activation(
     assert "return x * torch.sigmoid(x)" in further_lines(found)
 
 
+@pytest.mark.parametrize(
+    ("edits", "codes"),
+    [
+        ([("scores = scores.masked_fill", "scores.masked_fill")], {"no_mask"}),
+        ([("/ self.head_dim ** 0.5", "/ C ** 0.5")], {"scale_by_d_model"}),
+        ([(".transpose(1, 2).contiguous().view(B, T, C)", ".view(B, T, C)"),
+          ("/ self.head_dim ** 0.5", "")], {"no_head_merge_transpose", "no_attn_scale"}),
+    ],
+)  # fmt: skip
+def test_mistakes_beside_a_missing_transpose_are_named(
+    tiny: Path, tmp_path: Path, edits: Edits, codes: set[str]
+) -> None:
+    split = (
+        ".view(B, T, self.heads, self.head_dim).transpose(1, 2)",
+        ".view(B, self.heads, T, self.head_dim)",
+    )
+    adaptation = adapted(tiny, tmp_path, [split, *edits])
+    assert {f.code for f in adaptation.deviations} == {"no_head_split_transpose", *codes}
+
+
 def test_equal_lists_of_all_blocks_are_one_finding(tiny: Path, tmp_path: Path) -> None:
     up = "        self.up = nn.Linear(dim, 4 * dim)\n"
     norms = f"{up}        self.norms = [nn.Identity()]\n"

@@ -170,6 +170,8 @@ def test_an_argument_whose_length_is_used_is_a_vocabulary(tmp_path: Path) -> Non
         + gpt(", encoder: Encoder", "encoder.n_vocab, 0, 0, 0, 0")
     )
     assert build(tmp_path, of_class).sizes[0] == 97
+    by_method = gpt(", tokenizer", "tokenizer.len(), 0, 0, 0, 0")
+    assert build(tmp_path, by_method).sizes[0] == 97
 
 
 def test_an_argument_that_is_annotated_as_a_string_is_not_a_size(tmp_path: Path) -> None:

@@ -59,10 +59,10 @@ class LayerAttention:
         self.attention = self.context.mapping.attentions[self.i]
         self.formula = self.context.attention_formulas[self.i]
         inner = self.context.inner_formulas[self.i]
-        if self.formula is None and inner is not None and not self.unsplit:
+        if self.formula is None and inner is not None:
             # Something is applied to q, k and v before their products, whose formula is `inner`.
             explained = self.is_normalized or self.shift is not None or self.is_turned
-            self.formula = inner if explained else None
+            self.formula = inner if self.unsplit or explained else None
 
     @cached_property
     def inside(self) -> list[Node]:
@@ -88,7 +88,8 @@ class LayerAttention:
         plain = [piece.random(0), piece.random(1), piece.values(2)]
         found = piece.heads(*plain)
         reshaped = [x.transpose(1, 2).reshape(x.shape) for x in plain]
-        formula = causal(piece.T, self.context.config.attention_scale(self.i))
+        scale = self.context.config.attention_scale(self.i)
+        formula = self.context.inner_formulas[self.i] or causal(piece.T, scale)
         for wrong in ("qkv", "q", "k", "v", "qk", "qv", "kv"):
             q, k, v = (reshaped[i] if x in wrong else plain[i] for i, x in enumerate("qkv"))
             if torch.allclose(found, formula.probabilities(q @ k.mT) @ v, rtol=1e-5, atol=1e-5):

@@ -2,9 +2,9 @@
 
 The slices of parameters that hold several layers, and weights that are computed from parameters,
 become inputs. A bias is added to its projection before the residual stream is, and attention is
-added to the stream before the MLP. Repetitions by 1, a softmax on the logits and a slice of the
-last position are removed. Products that are stacked head by head become
-one product, and terms that are zero are dropped.
+added to the stream before the MLP. Columns of an embedding become rows. Repetitions by 1, a softmax
+on the logits and a slice of the last position are removed. Products that are stacked head by head
+become one product, and terms that are zero are dropped.
 """
 
 from __future__ import annotations
@@ -402,6 +402,31 @@ def drop_repetitions_by_one(graph: Graph) -> None:
         if node.args[1:2] == (1,) and size(node) == size(repeated):
             node.replace_all_uses_with(repeated)
             changed = True
+    if changed:
+        _prune(graph)
+
+
+def look_up_rows(graph: Graph) -> None:
+    """Change `table[:, ids]`, of a table (C, V), to a look-up in the rows of its transpose."""
+    changed = False
+    for node in [node for node in graph.nodes if kind(node) == "index" and node in graph.live]:
+        table, indices = node.args[:2]
+        if not isinstance(table, Node) or not isinstance(indices, (list, tuple)):
+            continue
+        if table in graph.live or len(size(table)) != 2 or len(indices) != 2 or indices[0]:
+            continue
+        last = len(size(node)) - 1
+        with node.graph.inserting_before(node):
+            rows = node.graph.call_function(aten.permute.default, (table, [1, 0]))
+            found = node.graph.call_function(aten.index.Tensor, (rows, [indices[1]]))
+            moved = node.graph.call_function(aten.permute.default, (found, [last, *range(last)]))
+        shapes = size(table)[::-1], (*size(node)[1:], size(node)[0]), size(node)
+        for new, shape in zip((rows, found, moved), shapes, strict=True):
+            new.meta = {**node.meta, "shape": shape}
+        node.replace_all_uses_with(moved)
+        if graph.output is node:
+            graph.output = moved
+        changed = True
     if changed:
         _prune(graph)
 
