@@ -182,17 +182,21 @@ class AttentionPiece:
         return torch.cat(columns, dim=-1)
 
     def random(self, seed: int, scale: float = 1.0) -> Tensor:
-        """Return random queries."""
-        return scale * random_values((self.B, self.H, self.T, self.D), seed)
+        """Return random queries, which are equal for heads that share one."""
+        view = self.attention.q
+        return view.read(view.write(scale * self._random(seed, self.D)))
 
     def values(self, seed: int) -> Tensor:
         """Return random values."""
-        return random_values((self.B, self.H, self.T, self.W), seed)
+        return self._random(seed, self.W)
 
     def keys(self, seed: int, scale: float = 1.0) -> Tensor:
         """Return random keys, which are equal for heads that share one."""
         view = self.attention.k
-        return view.read(view.write(self.random(seed, scale)))
+        return view.read(view.write(scale * self._random(seed, self.D)))
+
+    def _random(self, seed: int, width: int) -> Tensor:
+        return random_values((self.B, self.H, self.T, width), seed)
 
 
 # The axis of the softmax, and whether the mask is applied after it, in the order of the attempts.
