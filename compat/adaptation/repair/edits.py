@@ -171,13 +171,11 @@ def with_import_of_torch(text: str) -> str:
         aliases = [alias for node in ast.walk(tree) for alias in _aliases(node)]
         bound = {alias.asname or alias.name.partition(".")[0] for alias in aliases}
         if any(node.id == "torch" for node in names) and bound.isdisjoint({"torch", "*"}):
-            imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-            first = next(
-                (node for node in imports if _aliases(node)[0].name != "annotations"), None
-            )
-            if first is not None:
+            imports = [node for node in tree.body if _aliases(node)]
+            later = [node for node in imports if getattr(node, "module", "") != "__future__"]
+            if later:
                 lines = text.split("\n")
-                lines.insert(first.lineno - 1, "import torch")
+                lines.insert(later[0].lineno - 1, "import torch")
                 return "\n".join(lines)
     return text
 
