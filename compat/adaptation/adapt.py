@@ -693,6 +693,10 @@ def _confirm(
     return replace(adaptation, parity=report, findings=findings)
 
 
+# Ids, how many sequences of them are passed at once, and what converts them; see `find_signature`.
+Inputs = tuple[Tensor, int | None, Convert | None]
+
+
 def _signature(
     model: nn.Module, checkpoint: Checkpoint, ids: Tensor
 ) -> tuple[CallSignature, Tensor]:
@@ -721,7 +725,7 @@ def _signature(
         def one_hot(ids: Tensor) -> Tensor:
             return F.one_hot(ids, config.vocab_size).to(next(iter(model.parameters())).dtype)
 
-        others: list[tuple[Tensor, int | None, Convert | None]]
+        others: list[Inputs]
         tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
         others = [(full_length, None, None), (ids % min([16, *tables]), None, None)]
         mismatches = re.findall(r"size of tensor \w \((\d+)\)|\bsize (\d+)\b", str(error))
@@ -731,19 +735,30 @@ def _signature(
             if length < config.n_positions and length not in _sizes(config)
         ]  # fmt: skip
         others += [(ids, None, convert) for convert in (Tensor.int, Tensor.float, one_hot)]
+        if found := _first_signature(model, others):
+            return found
         with suppress(AdaptError):
             time_first = find_signature(model, ids, time_first=True)
             if time_first.last:  # logits (B, V), which a model of one sequence does not return
                 return time_first, ids
-        others += [(ids, 0, None), (full_length, 0, None)]
+        others = [(ids, 0, None), (full_length, 0, None)]
         for rows in batch_sizes(model):
             if rows * config.n_positions * config.vocab_size < MOST_LOGITS:
                 full_length = random_ids(checkpoint, 0, rows, config.n_positions)
                 others += [(full_length[:, : ids.shape[1]], rows, None), (full_length, rows, None)]
-        for other, number, convert in others:
-            with suppress(AdaptError):
-                return find_signature(model, other, number, convert), other
+        if found := _first_signature(model, others):
+            return found
         raise
+
+
+def _first_signature(
+    model: nn.Module, others: Sequence[Inputs]
+) -> tuple[CallSignature, Tensor] | None:
+    """Return the first signature that works with one of these inputs, and its ids."""
+    for ids, rows, convert in others:
+        with suppress(AdaptError):
+            return find_signature(model, ids, rows, convert), ids
+    return None
 
 
 def _length_error(run: _Run) -> Exception | None:

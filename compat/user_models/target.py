@@ -713,8 +713,8 @@ def _root(
         models = [cls.name for cls in plain_classes if _functions(cls.body, "forward")]
         if models:
             raise AdaptError(
-                f"{place} defines no nn.Module class, although {listed(models)} has a method "
-                f"forward. Write class {models[-1]}(nn.Module), call super().__init__() in its "
+                f"{place} defines no nn.Module class, although {models[-1]} has a method forward. "
+                f"Write class {models[-1]}(nn.Module), call super().__init__() in its "
                 "constructor, and keep the weights in nn.Parameter, so that compat finds them"
             )
         raise AdaptError(f"{place} defines no nn.Module class. {MAKE_MODEL}")

@@ -97,9 +97,9 @@ def _without_padding(site: Site, within: ast.AST) -> Iterator[tuple[ast.expr, Ed
             fill = "ones" if isinstance(node.ops[0], ast.NotEq) else "zeros"
             new = bool_like(site, code_of(node.left), fill)
             yield node.comparators[0], Edit.replace_group(node, new)
-    for call in find_calls("eq", "ne", "not_equal", within=within):  # ids.eq(pad)
+    for call in find_calls("eq", "ne", "not_equal", "eq_", "ne_", within=within):  # ids.eq(pad)
         if (ids := operand(site, call)) is not None and call.args:
-            fill = "zeros" if called(call) == "eq" else "ones"
+            fill = "zeros" if called(call).startswith("eq") else "ones"
             yield call.args[-1], Edit.replace(call, bool_like(site, code_of(ids), fill))
 
 

@@ -41,7 +41,7 @@ def residuals_of(statement: ast.stmt) -> list[Residual]:
             return [Residual(statement, None, stream, branch) for stream, branch in readings]
         case ast.AugAssign(ast.Name() as target, ast.Add(), value):
             return [Residual(statement, None, target, value)]
-        case ast.Assign() | ast.Return() | ast.AnnAssign():
+        case ast.Assign() | ast.Return():
             pass
         case _:
             return []
