@@ -33,6 +33,7 @@ from compat.adaptation.anatomy.dissect import (
     NO_ATTENTION,
     Anatomy,
     NoHead,
+    UnknownHead,
     UnknownPart,
     dissect,
 )
@@ -52,7 +53,12 @@ from compat.adaptation.diagnosis.findings import (
 )
 from compat.adaptation.diagnosis.kv_cache import wrong_cache
 from compat.adaptation.diagnosis.proof import end_to_end, parity_at_nodes
-from compat.adaptation.diagnosis.survey import survey
+from compat.adaptation.diagnosis.survey import after, computed_by, survey, wrong_mask
+from compat.adaptation.diagnosis.unknown_attention import (
+    UnknownAttention,
+    attention_replaced,
+    unknown_attention,
+)
 from compat.adaptation.emit import to_name_map
 from compat.adaptation.mapping.assignments import (
     Assignments,
@@ -77,7 +83,7 @@ from compat.adaptation.tracing.calling import (
     method_calls,
 )
 from compat.adaptation.tracing.flex_attention import plain_flex_attention
-from compat.adaptation.tracing.graph import Graph, kind, size
+from compat.adaptation.tracing.graph import Graph, Place, kind, size
 from compat.adaptation.tracing.plain_lists import registered
 from compat.adaptation.tracing.record import Untraceable, to_graph
 from compat.adaptation.tracing.rewrites import (
@@ -111,6 +117,8 @@ from compat.user_models.eval_mode import eval_mode
 
 # Deviations with which two calls of a model differ, so that a decode step differs too.
 UNSTEADY = {"dropout_always_on", "random_in_forward", "weights_changed"}
+# Deviations that are unknown where it is unknown whether a module adds its input to its result.
+OF_SHORTCUTS = {"missing_residual", "residual_from_norm", "missing_ln", "post_ln"}
 # The relative RMS difference that a decode step may have from the logits of the same model without
 # a cache, where these are not proved to be GPT-2's.
 OWN_STEPS = 1e-3
@@ -201,6 +209,29 @@ class _WithHead:
 
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
         return self.call(model, ids) @ model.get_parameter(self.table).T
+
+
+@dataclass(frozen=True)
+class _OutputOf:
+    """The call of a model that returns the hidden states which one of its modules computes.
+
+    Args:
+        call: calls the model.
+        module: the path of the module.
+    """
+
+    call: Forward
+    module: str
+
+    def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
+        outputs: list[Tensor] = []
+
+        def keep(module: nn.Module, args: object, output: Any) -> None:
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+
+        with model.get_submodule(self.module).register_forward_hook(keep):
+            self.call(model, ids)
+        return outputs[-1]
 
 
 @dataclass
@@ -564,8 +595,9 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
     The first map with which the model is compatible is used; without one, the first that can be
     loaded, which may include parts that GPT-2 does not have.
 
-    If none works, the model's own weights are restored. If the reason is a single unknown part, the
-    result contains the findings that the graph shows.
+    If none works because of a single unknown part, the rest is examined with GPT-2's in its place.
+    If that is not possible either, the model's own weights are restored, and the result contains
+    the findings that the graph shows.
 
     Raises:
         AdaptError: none works, for another reason. The error is the one that was raised for the
@@ -618,23 +650,110 @@ def _map_otherwise(run: _Run, error: AdaptError) -> Adaptation:
         adaptation, loaded = incompatible
         restore(loaded)
         return adaptation
-    restore(before)
     if isinstance(error, UnknownPart) and isinstance(unknown, UnknownPart):
+        with suppress(CompatError):
+            return _with_own_part(run, unknown)
+        restore(before)
         return _survey(run, unknown)
+    restore(before)
     raise AdaptError(f"{error}. {BY_HAND}") from error
 
 
 def _survey(run: _Run, error: UnknownPart) -> Adaptation:
     """Report the deviations that the graph shows, without a map. The model keeps its weights."""
     graph = to_graph(run.model, run.call, run.ids)
+    attention = _unused_attention(run, graph, error)
+    findings = survey(graph, run.model, run.config, error, graph.nodes, attention=attention)
+    return run.result(NameMap(()), None, findings, _names(run.checkpoint))
+
+
+def _unused_attention(run: _Run, graph: Graph, error: UnknownPart) -> list[Place]:
+    """Return the lines that compute attention, if none of it is in the graph."""
     of_scores = (n for n in graph.live if size(n)[-2:] == 2 * (run.ids.shape[1],))
-    is_used = any(kind(node) in SOFTMAXES for node in of_scores)
-    has_none = error.code == NO_ATTENTION and not is_used
-    attention = attention_at(run.model, run.call, run.ids) if has_none else []
-    findings = survey(graph, run.model, run.config, error, attention)
-    tied = {HEAD} if run.config.tie_word_embeddings else set()
-    names = [name for name in run.checkpoint.infos if name not in tied]
-    return run.result(NameMap(()), None, findings, names)
+    if error.code != NO_ATTENTION or any(kind(node) in SOFTMAXES for node in of_scores):
+        return []
+    return attention_at(run.model, run.call, run.ids)
+
+
+def _with_own_part(run: _Run, error: UnknownPart) -> Adaptation:
+    """Map, load and judge the model with GPT-2's attention or head in place of an unknown one.
+
+    Raises:
+        AdaptError: no modules compute the unknown part, or the rest cannot be mapped either.
+    """
+    graph = to_graph(run.model, run.call, run.ids)
+    if isinstance(error, UnknownHead):
+        return _with_own_head(run, graph, error)
+    unknown: list[UnknownAttention] = []
+    if not _unused_attention(run, graph, error):
+        with suppress(Exception):  # the user's modules fail on other hidden states
+            unknown = unknown_attention(run.model, run.call, run.ids, error.nodes, run.config)
+    if not unknown:
+        raise error
+    return _with_own_attention(run, graph, error, unknown)
+
+
+def _with_own_attention(
+    run: _Run, graph: Graph, error: UnknownPart, unknown: Sequence[UnknownAttention]
+) -> Adaptation:
+    """Judge the model with GPT-2's attention in place of the modules that compute it."""
+    config, model = run.config, run.model
+    with attention_replaced(model, unknown, config):
+        own = to_graph(model, run.call, run.ids)
+        try:
+            adaptation = _judge(run, _map(own, run.checkpoint))
+        except UnknownPart:
+            adaptation = _judge(run, _map(own, run.checkpoint, partial=True))
+    findings = adaptation.findings
+    if not all(each.shortcut_known for each in unknown):
+        findings = [found for found in findings if found.code not in OF_SHORTCUTS]
+    part = "block" if unknown[0].has_mlp else "attention"
+    nodes = computed_by(graph, [each.path for each in unknown])
+    surveyed = survey(graph, model, config, error, nodes, replaced_by=part)
+    attended = torch.stack([each.attended for each in unknown]).any(dim=0)
+    if part == "attention" and (masked := wrong_mask(graph, nodes, attended)):
+        surveyed.append(masked)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    rows = adaptation.name_map.expand(config.n_layer)
+    rows = [row for row in rows if parameters.keys() >= {*row.ours}]
+    mapped = {row.hf for row in rows}
+    return replace(
+        adaptation,
+        findings=_beside_own(findings, surveyed, part),
+        name_map=NameMap(tuple(rows), adaptation.name_map.zeros),
+        unmatched=[name for name in _names(run.checkpoint) if name not in mapped],
+        parity=None,
+        find_taps=list,
+    )
+
+
+def _with_own_head(run: _Run, graph: Graph, error: UnknownHead) -> Adaptation:
+    """Judge the model with the token embedding as its head."""
+    own = replace(run, call=_WithHead(_OutputOf(run.call, error.module), error.table))
+    adaptation = _examined(own, to_graph(own.model, own.call, own.ids))
+    nodes = after(graph, error.nodes)
+    surveyed = survey(graph, run.model, run.config, error, nodes, replaced_by="head")
+    findings = _beside_own(adaptation.findings, surveyed, "head")
+    return replace(adaptation, findings=findings, parity=None, find_taps=list)
+
+
+def _beside_own(findings: Sequence[Finding], surveyed: list[Finding], part: str) -> list[Finding]:
+    """Return the findings of an unknown part, then those of the rest, which has GPT-2's part.
+
+    Parameters that only the unknown part uses are not reported as unused.
+    """
+    confirmed = f"confirmed, with GPT-2's {part} in place of yours:"
+    known = {finding.code for finding in surveyed} | {"unused_parameters"}
+    rest = [found for found in findings if found.code not in known]
+    return surveyed + [
+        replace(found, evidence=found.evidence.replace("confirmed:", confirmed)) for found in rest
+    ]
+
+
+def _names(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the checkpoint's tensors, without a tied head."""
+    tied = {HEAD} if checkpoint.config.tie_word_embeddings else set()
+    return [name for name in checkpoint.infos if name not in tied]
 
 
 def _judge_by_calls(run: _Run, error: Untraceable) -> Adaptation:

@@ -125,11 +125,13 @@ class Adaptation(HtmlPage):
     @property
     def why_unchecked(self) -> str:
         """The reason why `parity` is None."""
-        if len(self.unmatched) == self.tensors:
-            first = next((f.code for f in self.findings if f.severity == "breaks"), "unknown_part")
-            if first != "unknown_part":
-                return f"the model cannot be mapped because of {first}"
+        first = next((f.code for f in self.findings if f.severity == "breaks"), "unknown_part")
+        if first == "unknown_part":
             return "compat does not know a part of the model"
+        if len(self.unmatched) == self.tensors:
+            return f"the model cannot be mapped because of {first}"
+        if any(name.endswith("attn.c_attn.weight") for name in self.unmatched):
+            return f"the model's attention cannot be mapped because of {first}"
         return "its hidden states cannot be compared with the reference's"
 
     def patch(self, *, unsafe: bool = False) -> str | None:

@@ -1448,6 +1448,123 @@ def test_a_model_with_an_unknown_part_keeps_its_weights_and_has_the_other_findin
     assert "does not know a part" in adaptation.why_unchecked
 
 
+# Keys and values that are parameters, before those of the tokens.
+MEMORY: Edits = [
+    ("        self.drop = nn", "        size = (heads, 4, dim // heads)\n"
+     "        self.memory = nn.Parameter(torch.randn(size))\n        self.drop = nn"),
+    ("        scores = queries", "        memory = self.memory.expand(B, -1, -1, -1)\n"
+     "        keys, values = (torch.cat([memory, a], dim=2) for a in (keys, values))\n"
+     "        scores = queries"),
+    ("self.mask[:T, :T]", "F.pad(self.mask[:T, :T], (4, 0))"),
+]  # fmt: skip
+OF_ATTENTION = {"c_attn.weight", "c_attn.bias", "c_proj.weight", "c_proj.bias"}
+CALL_OF_ATTENTION = "        x = self.norm1(x)\n        x = self.att(x)\n        x = x + shortcut\n"
+
+
+@pytest.mark.parametrize(
+    ("edits", "codes"),
+    [
+        ([], set()),
+        ([(GELU, "F.gelu(self.up(x))"), ("        x = self.final_norm(x)\n", ""),
+          ("torch.sqrt(var + 1e-5)", "torch.sqrt(var + 1e-3)")],
+         {"erf_gelu", "no_final_ln", "eps_value"}),
+        ([("        x = self.ff(x)\n        x = x + shortcut\n", "        x = self.ff(x)\n"),
+          ("self.tok_emb(ids) +", "self.tok_emb(ids) * 24 ** 0.5 +")],
+         {"missing_residual", "scaled_embedding"}),
+        ([("        scores = scores.masked_fill", "        scores.masked_fill")], {"no_mask"}),
+        ([("dim=-1)\n        weights = self.drop", "dim=-2)\n        weights = self.drop")],
+         {"softmax_dim", "no_mask"}),
+    ],
+)  # fmt: skip
+def test_the_rest_of_a_model_with_unknown_attention_is_mapped_and_examined(
+    tiny: Path, tmp_path: Path, edits: Edits, codes: set[str]
+) -> None:
+    adaptation = adapted(tiny, tmp_path, [*MEMORY, *edits])
+    assert {f.code for f in adaptation.deviations} == {"unknown_part", *codes}
+    assert adaptation.parity is None and not adaptation
+    assert "examined with GPT-2's attention" in adaptation.findings[0].evidence
+    lost = {name for name in adaptation.unmatched if ".attn." in name}
+    assert {name.partition(".attn.")[2] for name in lost} == OF_ATTENTION
+    assert {*adaptation.unmatched} - lost <= {"ln_f.weight", "ln_f.bias"}
+    assert all(found.file and "compat" not in found.file for found in adaptation.deviations)
+
+
+@pytest.mark.parametrize(
+    ("edits", "missing"),
+    [
+        ([("        return self.out_proj(out)", "        return shortcut + self.out_proj(out)"),
+          (CALL_OF_ATTENTION, "        x = self.att(self.norm1(x), x)\n"),
+          (ATTENTION, "    def forward(self, x, shortcut):\n        B, T, C = x.shape\n")],
+         "attn"),
+        ([("        return self.out_proj(out)", "        return self.out_proj(out), weights"),
+          ("        x = self.att(x)\n", "        x, _ = self.att(x)\n")],
+         "attn"),
+        ([(BLOCK, "    def forward(self, x):\n        shortcut = x\n"),
+          (CALL_OF_ATTENTION, "        x = self.att(x)\n"),
+          ("        self.norm1 = LayerNorm(dim)\n", ""),
+          ("        self.drop = nn", "        self.norm = LayerNorm(dim)\n        self.drop = nn"),
+          (ATTENTION, f"{ATTENTION}        shortcut, x = x, self.norm(x)\n"),
+          ("        return self.out_proj(out)", "        return shortcut + self.out_proj(out)")],
+         "attn ln_1"),
+    ],
+)  # fmt: skip
+def test_unknown_attention_may_compute_the_norm_and_the_shortcut_too(
+    tiny: Path, tmp_path: Path, edits: Edits, missing: str
+) -> None:
+    adaptation = adapted(tiny, tmp_path, [*MEMORY, *edits])
+    assert {f.code for f in adaptation.deviations} == {"unknown_part"}
+    assert {name.split(".")[2] for name in adaptation.unmatched} == set(missing.split())
+
+
+def test_a_model_whose_blocks_compute_unknown_attention_is_examined_around_them(
+    tiny: Path, tmp_path: Path
+) -> None:
+    text = GPT
+    for old, new in MEMORY:
+        text = text.replace(old, new)
+    lines = text[
+        text.index("        B, T, C = x.shape\n") : text.index("        return self.out_pr")
+    ]
+    inline = f"{lines.replace('self.', 'self.att.')}        x = self.att.out_proj(out)\n"
+    edits = [
+        MEMORY[0],
+        ("        x = self.att(x)\n", inline),
+        ("self.tok_emb(ids) +", "self.tok_emb(ids) * 24 ** 0.5 +"),
+    ]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"unknown_part", "scaled_embedding"}
+    assert "examined with GPT-2's block" in adaptation.findings[0].evidence
+    rows = {row.hf for row in adaptation.name_map.rows}
+    assert rows == {"wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias", "lm_head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("edits", "codes"),
+    [
+        ([], set()),
+        ([(GELU, "F.gelu(self.up(x))"), ("/ self.head_dim ** 0.5", "")],
+         {"erf_gelu", "no_attn_scale"}),
+    ],
+)  # fmt: skip
+def test_the_rest_of_a_model_with_an_unknown_head_is_mapped_and_examined(
+    tiny: Path, tmp_path: Path, edits: Edits, codes: set[str]
+) -> None:
+    """The head is a mixture of two softmaxes."""
+    mixture = [
+        (HEAD, f"        self.to_weights = nn.Linear(emb_dim, 2)\n"
+               f"        self.latent = nn.Linear(emb_dim, 2 * emb_dim)\n{HEAD}"),
+        ("        return self.head(x)", "        weights = self.to_weights(x).softmax(-1)\n"
+         "        one, two = torch.tanh(self.latent(x)).chunk(2, -1)\n"
+         "        p = weights[..., :1] * self.head(one).softmax(-1)\n"
+         "        return torch.log(p + weights[..., 1:] * self.head(two).softmax(-1))"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, [*mixture, *edits])
+    assert {f.code for f in adaptation.findings} == {"unknown_part", "train_mode", *codes}
+    assert adaptation.findings[0].source_line == "weights = self.to_weights(x).softmax(-1)"
+    assert "examined with GPT-2's head" in adaptation.findings[0].evidence
+    assert not adaptation and adaptation.parity is None and not adaptation.unmatched
+
+
 def test_the_only_norm_before_the_head_is_the_final_one(tiny: Path, tmp_path: Path) -> None:
     """The norm of attention is applied after the sum, and the MLP has no norm."""
     edits = [

@@ -237,7 +237,7 @@ def test_a_known_part_is_reported_with_its_sizes_if_there_is_no_map(tiny: Path) 
     anatomy = dissect(graph, partial=True)
     with pytest.raises(UnknownPart) as raised:
         find_assignments(anatomy, place_norms(anatomy), config)
-    first = survey(graph, model, config, raised.value)[0]
+    first = survey(graph, model, config, raised.value, graph.nodes)[0]
     assert first.code == "sliced_heads" and "only 6 of the 24 channels" in first.message
 
 

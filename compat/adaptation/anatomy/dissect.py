@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.fx import Node
 
@@ -77,6 +77,20 @@ class NoHead(AdaptError):
     def __init__(self, message: str, table: str, node: Node) -> None:
         super().__init__(message)
         self.table, self.node = table, node
+
+
+class UnknownHead(UnknownPart):
+    """A head whose structure compat does not know.
+
+    Args:
+        message, nodes: as in `UnknownPart`.
+        table: the name of the token embedding's parameter.
+        module: the path of the module that computes the head's input.
+    """
+
+    def __init__(self, message: str, nodes: Sequence[Node], table: str, module: str) -> None:
+        super().__init__(message, nodes)
+        self.table, self.module = table, module
 
 
 @dataclass(frozen=True)
@@ -614,15 +628,24 @@ class _Dissection:
         if self.partial and len(with_attention) == 1:
             return with_attention[0]  # other terms may be added to the logits
         if len(found) != 1 or found[0] not in self.index.projections:
-            message = (
-                "the model has no language-model head. One projection to the vocabulary was "
-                f"expected, but {len(found)} operations compute the output{self.graph.at(*found)}"
-            )
-            table = self.graph.names.get(self._table(tokens))
-            if table is not None and size(self.graph.output)[-1] == self.width:
-                raise NoHead(message, table, self.graph.output)
-            raise AdaptError(message)
+            self._raise_for_head(tokens, found)
         return found[0]
+
+    def _raise_for_head(self, tokens: Node, found: list[Node]) -> NoReturn:
+        """Raise the error for an output that these nodes compute."""
+        message = (
+            "the model has no language-model head. One projection to the vocabulary was "
+            f"expected, but {len(found)} operations compute the output{self.graph.at(*found)}"
+        )
+        table, width = self._table(tokens), size(self.graph.output)[-1]
+        name = self.graph.names.get(table)
+        if name is not None and width == self.width:
+            raise NoHead(message, name, self.graph.output)
+        last = self._meeting({*found}) if found else None
+        modules = last.meta.get("modules") if last is not None else None
+        if name is not None and width == size(table)[0] and modules:
+            raise UnknownHead(message, found, name, modules[-1])
+        raise AdaptError(message)
 
     def _layer(
         self,

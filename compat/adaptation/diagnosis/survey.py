@@ -1,10 +1,11 @@
-"""Findings from the graph alone, for a model with an unknown part, which cannot be mapped."""
+"""Findings from the graph alone, for a part that compat does not know and cannot map."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import UnknownPart
@@ -14,10 +15,12 @@ from compat.adaptation.diagnosis.activations import (
     called_activation,
     canonical_activation,
 )
+from compat.adaptation.diagnosis.attention_formula import mask_code
 from compat.adaptation.diagnosis.blocks import tanh_gelu
 from compat.adaptation.diagnosis.findings import finding
 from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.result import Finding
+from compat.adaptation.tracing.contractions import SDPA
 from compat.adaptation.tracing.graph import DRAWS, RMS_NORMS, Graph, Place, kind, size
 from compat.config import HALF, GPT2Config, dtype_name
 
@@ -29,6 +32,8 @@ def survey(
     model: nn.Module,
     config: GPT2Config,
     unknown: UnknownPart,
+    nodes: Sequence[Node],
+    replaced_by: str = "",
     attention: Sequence[Place] = (),
 ) -> list[Finding]:
     """Return the finding for the unknown part, then those for single operations.
@@ -38,39 +43,76 @@ def survey(
         model: the user's model.
         config: the checkpoint's config.
         unknown: the unknown part.
+        nodes: the operations.
+        replaced_by: the part of GPT-2 with which the rest of the model was examined, if it was.
         attention: the lines that compute attention, if none of it is in the graph.
     """
-    by_name = {node.name: node for node in graph.nodes}  # of another graph of the same model
-    part = [by_name[node.name] for node in unknown.nodes if node.name in by_name]
+    part = _same(graph, unknown.nodes)
     place = source.running(graph, part)
     place = (unknown.code == "batch_first" and source.torch_built(model, part)) or place
     values = {"n_embd": config.n_embd, **unknown.values}
-    first = finding(Deviation(None, place, values, code=unknown.code), "breaks", EVIDENCE)
+    evidence = EVIDENCE
+    if replaced_by:
+        evidence = f"found in the graph; the rest was examined with GPT-2's {replaced_by} instead"
+    first = finding(Deviation(None, place, values, code=unknown.code), "breaks", evidence)
     if attention:
         lost = Deviation(None, attention[0], code="unused_attention", lines=attention)
         first = finding(lost, "breaks", "observed while the model ran")
     found = [first]
-    for code, deviation in _deviations(graph, model, config):
+    for code, deviation in _deviations(graph, nodes, model, config):
         deviation.code = code
-        found.append(finding(deviation, "breaks", EVIDENCE))
+        found.append(finding(deviation, "breaks", evidence))
     return found
 
 
+def wrong_mask(graph: Graph, nodes: Sequence[Node], attended: Tensor) -> Finding | None:
+    """Return the finding for attention of unknown structure whose mask is not causal, or None.
+
+    Args:
+        graph: the model's graph.
+        nodes: those of attention.
+        attended: (T, T), whether its result at a token depends on another token.
+    """
+    code, values = mask_code(attended | torch.eye(len(attended), dtype=torch.bool))
+    if code is None:
+        return None
+    softmax = source.running(graph, nodes, "softmax", "_softmax", *SDPA)
+    evidence = "observed: the results of attention change with these tokens"
+    return finding(Deviation(None, softmax, values, code=code), "breaks", evidence)
+
+
+def computed_by(graph: Graph, modules: Sequence[str]) -> list[Node]:
+    """Return the nodes that one of the modules at these paths computes."""
+    return [node for node in graph.nodes if {*modules} & {*node.meta.get("modules", ())}]
+
+
+def after(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
+    """Return these nodes, of another graph of the same model, and all that depend on them."""
+    first = {*_same(graph, nodes)}
+    return [node for node in graph.nodes if first & {node, *graph.ancestors.get(node, ())}]
+
+
+def _same(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
+    """Return the same nodes as these, of another graph of the same model."""
+    by_name = {node.name: node for node in graph.nodes}
+    return [by_name[node.name] for node in nodes if node.name in by_name]
+
+
 def _deviations(
-    graph: Graph, model: nn.Module, config: GPT2Config
+    graph: Graph, nodes: Sequence[Node], model: nn.Module, config: GPT2Config
 ) -> Iterator[tuple[str, Deviation]]:
     """Yield one deviation for each code, with the lines of all its operations."""
     by_code: dict[str, Deviation] = {}
-    for node in graph.nodes:
+    for node in nodes:
         if node in graph.live and (named := _deviation(graph, node, model, config)):
             code, values = named
             place = _line(graph, node, model)
             first = by_code.setdefault(code, Deviation(None, place, values))
             first.lines = [*first.lines, place]
-    if graph.dropouts:
-        lines = [graph.place(node) for node in graph.dropouts]
+    if dropouts := [node for node in nodes if node in graph.dropouts]:
+        lines = [graph.place(node) for node in dropouts]
         by_code["dropout_always_on"] = Deviation(None, None, {}, lines=lines)
-    drawn = [n for n in graph.nodes if kind(n) in DRAWS and n not in graph.dropouts]
+    drawn = [n for n in nodes if kind(n) in DRAWS and n not in graph.dropouts]
     if drawn:
         place = source.running(graph, drawn)
         by_code["random_in_forward"] = Deviation(None, place, {"found": kind(drawn[0])})
