@@ -215,7 +215,7 @@ def test_an_internal_error_asks_for_a_report(tiny: Path, monkeypatch: pytest.Mon
     def dissect(graph: object, partial: bool) -> None:
         raise IndexError("tuple index out of range")
 
-    monkeypatch.setattr(import_module("compat.adaptation.adapt"), "dissect", dissect)
+    monkeypatch.setattr(import_module("compat.adaptation.stages"), "dissect", dissect)
     with pytest.raises(AdaptError, match=r"IndexError: tuple index out of range\. Report it"):
         adapt(build_style("tf_port", tiny), tiny)
 

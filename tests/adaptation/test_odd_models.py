@@ -1030,6 +1030,25 @@ class ProjectedGroups(GroupedHeads):
         return self.proj(torch.cat([self.groups[0](one), self.groups[1](two)], dim=-1))
 
 
+class WideGroups(GroupedHeads):
+    """Each head has 12 channels and not 6."""
+
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner, bias=True)
+        self.queries = nn.ModuleList(nn.Linear(emb_dim, 12) for _ in range(heads))
+        self.keys = nn.ModuleList(nn.Linear(emb_dim, 12) for _ in range(2))
+        self.values = nn.ModuleList(nn.Linear(emb_dim, 12) for _ in range(2))
+        self.proj = nn.Linear(12 * heads, emb_dim)
+
+
+def test_the_width_of_heads_that_share_keys_is_reported_at_its_line(tiny: Path) -> None:
+    model = GPT()
+    model.blocks = nn.ModuleList(WideGroups(24, 4, 96) for _ in range(3))
+    found = {f.code: f for f in adapt(model, tiny).deviations}
+    assert found.keys() == {"grouped_query_attention", "head_width"}
+    assert "nn.Linear(emb_dim, 12)" in (found["head_width"].source_line or "")
+
+
 def test_projections_of_groups_of_heads_are_reported(tiny: Path) -> None:
     model = GPT()
     model.blocks = nn.ModuleList(ProjectedGroups(24, 4, 96) for _ in range(3))

@@ -43,6 +43,8 @@ __all__ = ["CODES", "diagnose"]
 AREAS = (parameters, attention, norms, blocks, embeddings_and_head, execution)
 _names = [area.__name__ for area in AREAS]
 DETECTORS.sort(key=lambda entry: _names.index(entry[1].__module__))
+for _code in dict.fromkeys(code for code, _ in DETECTORS):
+    CODES[_code] = CODES.pop(_code)  # in the same order
 # Deviations of a whole module of the user's: the lines that build the module are named as well.
 OF_MODULES = {"rmsnorm", "gated_mlp", "sinusoidal_pos", "eps_value", "unbiased_var"}
 SEVERITIES = ("breaks", "drifts", "limit", "info")

@@ -214,8 +214,11 @@ def head_width(context: DiagnosisContext) -> Iterator[Deviation]:
         return
     width, n_head = context.anatomy.width, context.config.n_head
     values = {"found": found, "n_embd": width, "n_head": n_head, "expected": width // n_head}
+    layer, attention, message = context.anatomy.layers[0], context.mapping.attentions[0], ""
+    parameters = context.graph.parameters_between(layer.qkv, [layer.x1])
     place = context.owner_of("h.0.attn.c_attn.weight")
-    attention, message = context.mapping.attentions[0], ""
+    if place is None and parameters:  # not mapped, as where heads share a key
+        place = source.built(context.model, context.graph.names[parameters[0]])
     q, v = attention.q.index.shape[3], attention.v.index.shape[3]
     if q != v:
         message = (

@@ -18,7 +18,7 @@ from compat.adaptation.tracing.graph import Graph, Place, kind
 from compat.name_map import whole_of
 from compat.user_models.usage import is_users_class, nodes_of, user_modules
 
-MOST_OWNERS = 3  # lines, as of ln_1, ln_2 and ln_f
+MOST_OWNERS = 6  # lines, as of ln_1, ln_2, ln_f, and norms of q and k
 MOST_NAMED = 4
 
 # Lines that run something.

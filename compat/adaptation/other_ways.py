@@ -1,0 +1,360 @@
+"""Other ways to examine a model in whose graph not all parts of a GPT-2 are recognised.
+
+They change the graph, accept parts that GPT-2 does not have, put GPT-2's own part in place of an
+unknown one, map by the order of calls, or report what single operations of the graph show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compat.adaptation.anatomy.dissect import NO_ATTENTION, NoHead, UnknownHead, UnknownPart
+from compat.adaptation.diagnosis.findings import limits_of, no_head, unexplained, untraced
+from compat.adaptation.diagnosis.proof import end_to_end
+from compat.adaptation.diagnosis.survey import after, computed_by, survey, wrong_mask
+from compat.adaptation.diagnosis.unknown_attention import (
+    UnknownAttention,
+    attention_replaced,
+    unknown_attention,
+)
+from compat.adaptation.inputs import find_call
+from compat.adaptation.mapping.assignments import BatchFirst
+from compat.adaptation.mapping.by_calls import map_by_calls
+from compat.adaptation.mapping.embeddings import embedding_of
+from compat.adaptation.result import Adaptation, Finding
+from compat.adaptation.stages import Mapped, Run, WithHead, judge, map_graph
+from compat.adaptation.tracing.calling import Forward, find_signature
+from compat.adaptation.tracing.graph import Graph, Place, kind, size
+from compat.adaptation.tracing.record import Untraceable, to_graph
+from compat.adaptation.tracing.rewrites import (
+    SOFTMAXES,
+    drop_low_rank_terms,
+    drop_zero_terms,
+    lift_derived_weights,
+    merge_stacked_products,
+    split_projections,
+)
+from compat.adaptation.tracing.watched import attention_at
+from compat.checkpoint import Checkpoint
+from compat.checkpoint.layout import HEAD
+from compat.errors import AdaptError, CompatError
+from compat.loading import load_into
+from compat.name_map import NameMap
+from compat.user_models.eval_mode import eval_mode
+
+# Deviations that are unknown where it is unknown whether a module adds its input to its result.
+OF_SHORTCUTS = {"missing_residual", "residual_from_norm", "missing_ln", "post_ln"}
+
+# Rewrites of a graph, and whether parts that GPT-2 does not have are accepted after them.
+REWRITES: tuple[tuple[Callable[[Graph], bool], bool], ...] = (
+    (drop_zero_terms, False),
+    (merge_stacked_products, False),
+    (partial(lift_derived_weights, scaled=True), False),
+    (drop_low_rank_terms, False),
+    (lambda graph: True, True),
+    (split_projections, True),
+)
+
+BY_HAND = (
+    "Rewrite this part as GPT-2 computes it, or write the name map by hand and load it with "
+    "compat.load_into(model, name_map, source)."
+)
+
+
+@dataclass(frozen=True)
+class _OutputOf:
+    """The call of a model that returns the hidden states which one of its modules computes.
+
+    Args:
+        call: calls the model.
+        module: the path of the module.
+    """
+
+    call: Forward
+    module: str
+
+    def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
+        outputs: list[Tensor] = []
+
+        def keep(module: nn.Module, args: object, output: Any) -> None:
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+
+        with model.get_submodule(self.module).register_forward_hook(keep):
+            self.call(model, ids)
+        return outputs[-1]
+
+
+def judge_with_head(run: Run, error: NoHead) -> Adaptation:
+    """Judge a model that returns hidden states with GPT-2's head after it, the token embedding."""
+    run.call = WithHead(run.call, error.table)
+    graph = to_graph(run.model, run.call, run.ids)
+    adaptation = _examined(run, graph)
+    return replace(adaptation, findings=[no_head(graph, error), *adaptation.findings])
+
+
+def _examined(run: Run, graph: Graph) -> Adaptation:
+    """Map and judge a model, in another way if its graph is not recognised."""
+    try:
+        return judge(run, map_graph(graph, run.checkpoint))
+    except AdaptError as error:
+        return judge_otherwise(run, error)
+
+
+def judge_batch_first(run: Run, error: BatchFirst, accepts_others: bool = False) -> Adaptation:
+    """Judge a model whose attention runs along the first axis of the ids.
+
+    It is called with ids (T, B) if it adds positions along the first axis as well. Otherwise this
+    is a mistake, and the rest is examined as it is with `batch_first=True`.
+    """
+    call = run.call
+    try:
+        return judge(run, _map_time_first(run, error, accepts_others))
+    except BatchFirst:
+        run.call = call
+    surveyed = _survey(run, error)
+    modules = [
+        module for module in run.model.modules()
+        if isinstance(module, nn.MultiheadAttention) and not module.batch_first
+    ]  # fmt: skip
+    with _batch_first(modules), suppress(AdaptError):
+        if not modules:
+            return surveyed
+        run.call, run.ids = find_call(run.model, run.checkpoint, run.ids)
+        adaptation = _examined(run, to_graph(run.model, run.call, run.ids))
+        return replace(adaptation, findings=[surveyed.findings[0], *adaptation.findings])
+    return surveyed
+
+
+@contextmanager
+def _batch_first(modules: Sequence[nn.MultiheadAttention]) -> Iterator[None]:
+    """Let these modules take tensors (B, T, C) in the body."""
+    for module in modules:
+        module.batch_first = True
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.batch_first = False
+
+
+def _map_time_first(run: Run, error: BatchFirst, accepts_others: bool) -> Mapped:
+    """Trace and map the same model, called with ids (T, B).
+
+    Raises:
+        BatchFirst: called so, the model does not add positions, so it expects ids (B, T).
+    """
+    try:
+        run.call = find_signature(run.model, run.ids, time_first=True)
+    except AdaptError:
+        raise error from None
+    mapped = map_graph(to_graph(run.model, run.call, run.ids), run.checkpoint, accepts_others)
+    tables = [mapped.assignments.by_tensor.get(name) for name in ("wte.weight", "wpe.weight")]
+    if tables[0] is not None:
+        (table,), positions = tables[0][0], tables[1][0][0] if tables[1] else None
+        found = embedding_of(mapped.anatomy, table, positions)
+        if found is None or found.by_batch:
+            raise error from None
+    return mapped
+
+
+def judge_otherwise(run: Run, error: AdaptError) -> Adaptation:
+    """Try other ways to map a graph whose parts are not recognised.
+
+    The first map with which the model is compatible is used; without one, the first that can be
+    loaded, which may include parts that GPT-2 does not have.
+
+    If none works because of a single unknown part, the rest is examined with GPT-2's in its place.
+    If that is not possible either, the model's own weights are restored, and the result contains
+    the findings that the graph shows.
+
+    Raises:
+        AdaptError: none works, for another reason. The error is the one that was raised for the
+            graph.
+    """
+    if error.__cause__ is not None:  # a fault of compat in reading the graph, to be reported
+        raise error
+    before, unknown = _weights(run.model), error
+    incompatible: tuple[Adaptation, list[Tensor]] | None = None  # with the weights it has loaded
+    for rewrite, accepts_others in REWRITES:
+        with suppress(CompatError):
+            try:
+                adaptation = _rewritten(run, rewrite, accepts_others)
+            except UnknownPart as found:
+                unknown = found  # of the last rewrite, with which the most structures are accepted
+                raise
+            if adaptation:
+                return adaptation
+            if adaptation is not None and incompatible is None:
+                incompatible = adaptation, _weights(run.model)
+        _restore(run.model, before)
+    with suppress(CompatError):
+        if by_calls := judge_by_calls(run, Untraceable(str(error))):
+            return by_calls
+    if incompatible is not None:
+        adaptation, loaded = incompatible
+        _restore(run.model, loaded)
+        return adaptation
+    if isinstance(error, UnknownPart) and isinstance(unknown, UnknownPart):
+        with suppress(CompatError):
+            return _with_own_part(run, unknown)
+        _restore(run.model, before)
+        return _survey(run, unknown)
+    _restore(run.model, before)
+    raise AdaptError(f"{error}. {BY_HAND}") from error
+
+
+def _rewritten(
+    run: Run, rewrite: Callable[[Graph], bool], accepts_others: bool
+) -> Adaptation | None:
+    """Judge the model by its graph after a rewrite; None if the rewrite does not apply to it."""
+    graph = to_graph(run.model, run.call, run.ids)
+    if not rewrite(graph):
+        return None
+    try:
+        mapped = map_graph(graph, run.checkpoint, accepts_others)
+    except BatchFirst as error:  # it has parts that GPT-2 does not have
+        return judge_batch_first(run, error, accepts_others=True)
+    return judge(run, mapped)
+
+
+def _weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _restore(model: nn.Module, weights: list[Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(value)
+
+
+def _survey(run: Run, error: UnknownPart) -> Adaptation:
+    """Report the deviations that the graph shows, without a map. The model keeps its weights."""
+    graph = to_graph(run.model, run.call, run.ids)
+    attention = _unused_attention(run, graph, error)
+    findings = survey(graph, run.model, run.config, error, graph.nodes, attention=attention)
+    return run.result(NameMap(()), None, findings, _names(run.checkpoint))
+
+
+def _unused_attention(run: Run, graph: Graph, error: UnknownPart) -> list[Place]:
+    """Return the lines that compute attention, if none of it is in the graph."""
+    of_scores = (n for n in graph.live if size(n)[-2:] == 2 * (run.ids.shape[1],))
+    if error.code != NO_ATTENTION or any(kind(node) in SOFTMAXES for node in of_scores):
+        return []
+    return attention_at(run.model, run.call, run.ids)
+
+
+def _with_own_part(run: Run, error: UnknownPart) -> Adaptation:
+    """Map, load and judge the model with GPT-2's attention or head in place of an unknown one.
+
+    Raises:
+        AdaptError: no modules compute the unknown part, or the rest cannot be mapped either.
+    """
+    graph = to_graph(run.model, run.call, run.ids)
+    if isinstance(error, UnknownHead):
+        return _with_own_head(run, graph, error)
+    unknown: list[UnknownAttention] = []
+    if not _unused_attention(run, graph, error):
+        with suppress(Exception):  # the user's modules fail on other hidden states
+            unknown = unknown_attention(run.model, run.call, run.ids, error.nodes, run.config)
+    if not unknown:
+        raise error
+    return _with_own_attention(run, graph, error, unknown)
+
+
+def _with_own_attention(
+    run: Run, graph: Graph, error: UnknownPart, unknown: Sequence[UnknownAttention]
+) -> Adaptation:
+    """Judge the model with GPT-2's attention in place of the modules that compute it."""
+    config, model = run.config, run.model
+    with attention_replaced(model, unknown, config):
+        own = to_graph(model, run.call, run.ids)
+        try:
+            adaptation = judge(run, map_graph(own, run.checkpoint))
+        except UnknownPart:
+            adaptation = judge(run, map_graph(own, run.checkpoint, partial=True))
+    findings = adaptation.findings
+    if not all(each.shortcut_known for each in unknown):
+        findings = [found for found in findings if found.code not in OF_SHORTCUTS]
+    part = "block" if unknown[0].has_mlp else "attention"
+    nodes = computed_by(graph, [each.path for each in unknown])
+    surveyed = survey(graph, model, config, error, nodes, replaced_by=part)
+    attended = torch.stack([each.attended for each in unknown]).any(dim=0)
+    if part == "attention" and (masked := wrong_mask(graph, nodes, attended)):
+        surveyed.append(masked)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    rows = adaptation.name_map.expand(config.n_layer)
+    rows = [row for row in rows if parameters.keys() >= {*row.ours}]
+    mapped = {row.hf for row in rows}
+    return replace(
+        adaptation,
+        findings=_beside_own(findings, surveyed, part),
+        name_map=NameMap(tuple(rows), adaptation.name_map.zeros),
+        unmatched=[name for name in _names(run.checkpoint) if name not in mapped],
+        parity=None,
+        find_taps=list,
+    )
+
+
+def _with_own_head(run: Run, graph: Graph, error: UnknownHead) -> Adaptation:
+    """Judge the model with the token embedding as its head."""
+    own = replace(run, call=WithHead(_OutputOf(run.call, error.module), error.table))
+    adaptation = _examined(own, to_graph(own.model, own.call, own.ids))
+    nodes = after(graph, error.nodes)
+    surveyed = survey(graph, run.model, run.config, error, nodes, replaced_by="head")
+    findings = _beside_own(adaptation.findings, surveyed, "head")
+    return replace(adaptation, findings=findings, parity=None, find_taps=list)
+
+
+def _beside_own(findings: Sequence[Finding], surveyed: list[Finding], part: str) -> list[Finding]:
+    """Return the findings of an unknown part, then those of the rest, which has GPT-2's part.
+
+    Parameters that only the unknown part uses are not reported as unused.
+    """
+    confirmed = f"confirmed, with GPT-2's {part} in place of yours:"
+    known = {finding.code for finding in surveyed} | {"unused_parameters"}
+    rest = [found for found in findings if found.code not in known]
+    return surveyed + [
+        replace(found, evidence=found.evidence.replace("confirmed:", confirmed)) for found in rest
+    ]
+
+
+def _names(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the checkpoint's tensors, without a tied head."""
+    tied = {HEAD} if checkpoint.config.tie_word_embeddings else set()
+    return [name for name in checkpoint.infos if name not in tied]
+
+
+def judge_by_calls(run: Run, error: Untraceable) -> Adaptation:
+    """Map by the order of module calls, and compare only the logits.
+
+    Raises:
+        Untraceable: the calls do not lead to a map either.
+    """
+    try:
+        name_map = map_by_calls(run.model, run.call, run.ids, run.config)
+    except AdaptError as reason:
+        raise Untraceable(
+            f"{error}. No name map follows from the order of module calls either, because "
+            f"{reason}. {BY_HAND}"
+        ) from error
+    load_into(run.model, name_map, run.checkpoint)
+    reference = run.reference()
+    proof = end_to_end(run.model, run.call, reference)
+    with eval_mode(run.model):
+        logits = {"logits": run.call(run.model, run.ids)}
+    name = type(run.model).__name__
+    report = reference.report(name, run.ids, ["logits"], lambda forced: logits, proof)
+    findings = [untraced(error)]
+    if not report:
+        words = "the logits differ from the reference's, but without a graph compat cannot find why"
+        findings.insert(0, unexplained("logits", None, words, report.headline))
+    else:
+        findings += limits_of(proof)
+    return run.result(name_map, report, findings)
