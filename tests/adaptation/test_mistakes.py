@@ -1425,6 +1425,40 @@ def test_mistakes_beside_a_missing_transpose_are_named(
     assert {f.code for f in adaptation.deviations} == {"no_head_split_transpose", *codes}
 
 
+def test_the_line_that_computes_a_width_is_named(tiny: Path, tmp_path: Path) -> None:
+    up = "        self.up = nn.Linear(dim, 4 * dim)\n        self.down = nn.Linear(4 * dim, dim)\n"
+    narrow = "        self.hidden = int(8 * dim / 3)\n" + up.replace("4 * dim", "self.hidden")
+    found = only_finding(adapted(tiny, tmp_path, [(up, narrow)]), "inner_dim")
+    assert found.source_line == "self.up = nn.Linear(dim, self.hidden)"
+    assert further_lines(found) == ["self.hidden = int(8 * dim / 3)"]
+
+
+def test_every_line_on_the_way_to_a_rotation_is_named(tiny: Path, tmp_path: Path) -> None:
+    """Attention calls a module, whose `forward` calls a method, which rotates."""
+    rotary = """class Rotary(nn.Module):
+    def turn(self, x):
+        T, D = x.shape[-2:]
+        angles = torch.arange(T)[:, None] * 100 ** -(torch.arange(0, D, 2) / D)
+        a, b = x[..., 0::2], x[..., 1::2]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+
+    def forward(self, q, k):
+        return self.turn(q), self.turn(k)
+
+
+class Attention("""
+    edits = [
+        ("class Attention(", rotary),
+        ("        self.drop = nn", "        self.rotary = Rotary()\n        self.drop = nn"),
+        ("        scores = queries", "        queries, keys = self.rotary(queries, keys)\n"
+         "        scores = queries"),
+    ]  # fmt: skip
+    lines = further_lines(only_finding(adapted(tiny, tmp_path, edits), "rope"))
+    assert "return self.turn(q), self.turn(k)" in lines
+    assert "queries, keys = self.rotary(queries, keys)" in lines
+
+
 def test_equal_lists_of_all_blocks_are_one_finding(tiny: Path, tmp_path: Path) -> None:
     up = "        self.up = nn.Linear(dim, 4 * dim)\n"
     norms = f"{up}        self.norms = [nn.Identity()]\n"

@@ -991,6 +991,35 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["extra_ln"],
         "            x = block(x)\n        x = self.final_norm(x)\n",
     ),
+    "torch's layers in a Sequential without a mask": (
+        [("        self.blocks = nn.ModuleList(blocks)\n",
+          "        self.blocks = nn.Sequential(*[nn.TransformerEncoderLayer(emb_dim, n_heads, "
+          "4 * emb_dim, batch_first=True, norm_first=True, activation=lambda x: F.gelu(x, "
+          "approximate='tanh')) for _ in range(n_layers)])\n"),
+         ("        for block in self.blocks:\n            x = block(x)\n",
+          "        y = self.blocks(x)  # (B, T, C)\n"),
+         ("self.final_norm(x)", "self.final_norm(y)")],
+        ["no_mask"],
+        "        y = x\n        for layer in self.blocks:\n"
+        "            y = layer(y, src_mask=src_mask)  # (B, T, C)\n",
+    ),
+    "a width of the base class in the scale": (
+        [("class Attention(nn.Module):\n    def __init__(self, dim, heads, context):\n"
+          "        super().__init__()\n",
+          "class Wide(nn.Module):\n    def __init__(self, dim):\n        super().__init__()\n"
+          "        self.width = dim\n\n\nclass Attention(Wide):\n"
+          "    def __init__(self, dim, heads, context):\n        super().__init__(dim)\n"),
+         ("/ self.head_dim ** 0.5", "/ self.width ** 0.5")],
+        ["scale_by_d_model"],
+        "/ self.head_dim ** 0.5",
+    ),
+    "positions that count the sequences": (
+        [("        B, T = ids.shape\n        x = self.tok", "        n = len(ids)\n"
+          "        x = self.tok"),
+         ("torch.arange(T, device=ids.device)", "torch.arange(n)")],
+        ["position_ids"],
+        "n = ids.shape[-1]",
+    ),
     "a softmax module that is called at once": (
         [("return self.head(x)", "return nn.Softmax(dim=-1)(self.head(x))")],
         ["softmax_output"],
@@ -1067,6 +1096,40 @@ def test_files_that_the_model_imports_are_edited_together(
     path.write_text(f"{head}from parts import *\n\n\nclass FeedForward({rest}")
     found = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False).run()
     assert found is not None and found.texts == {str(tmp_path / "flags.py"): "bias = True\n"}
+
+
+def test_a_size_that_is_imported_from_another_file_is_replaced(
+    small: Checkpoint, tmp_path: Path
+) -> None:
+    (tmp_path / "sizes.py").write_text("width = 48\n")
+    path = tmp_path / "gpt.py"
+    path.write_text(
+        "from sizes import *\n" + BOOK.replace("/ self.head_dim ** 0.5", "* width**-0.5")
+    )
+    found = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False).run()
+    assert found is not None and found.fixed == ["scale_by_d_model"]
+    assert "* self.head_dim**-0.5" in found.texts[str(path)]
+
+
+def test_another_class_of_the_same_name_is_left_unchanged(
+    small: Checkpoint, tmp_path: Path
+) -> None:
+    edits = [
+        ("(x - mean) / torch.sqrt(var + 1e-5) + self.shift",
+         "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)"),
+        ("        self.shift = nn.Parameter(torch.zeros(dim))\n", ""),
+        ("LayerNorm", "Norm"),
+    ]  # fmt: skip
+    text = BOOK
+    for old, new in edits:
+        text = text.replace(old, new)
+    norm, rest = text.split("class Attention(")
+    (tmp_path / "other.py").write_text(f"{norm}\nclass Other:\n    norm = Norm(8)\n")
+    path = tmp_path / "gpt.py"
+    path.write_text(f"import other\n{norm}class Attention({rest}")
+    found = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False).run()
+    assert found is not None and found.fixed == ["rmsnorm"]
+    assert list(found.texts) == [str(path)] and "nn.LayerNorm(dim)" in found.texts[str(path)]
 
 
 def test_a_correct_repair_is_proved_in_a_separate_process_and_a_wrong_one_is_not(

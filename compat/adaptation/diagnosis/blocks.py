@@ -206,6 +206,7 @@ def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             inside = graph.live_between([layer.act], starts)
             activations = [node for node in inside if kind(node) in GATED]
             lines += [source.torch_built(model, [n]) or graph.place(n) for n in activations]
+            lines.append(graph.place(product))
             values = {"like": _gated_like(context, layer, product)}
             yield Deviation(f"h.{i}.act", lines[0], values, lines=lines)
             return

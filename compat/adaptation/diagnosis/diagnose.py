@@ -112,7 +112,10 @@ def _further_lines(context: DiagnosisContext, found: Deviation) -> list[Place]:
     if place is None:
         return []
     if found.code == "rope":  # q and k are rotated by one module
-        return source.callers(graph, place)
+        layers = context.anatomy.layers
+        return source.callers_below(graph, place, [n for layer in layers for n in layer.qkv])
+    if found.code in ("inner_dim", "head_width"):
+        return source.computed_sizes(model, place)
     if found.code not in OF_MODULES:
         return []
     lines = source.owners(graph, model, place)

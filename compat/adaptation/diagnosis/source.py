@@ -64,6 +64,19 @@ def callers(graph: Graph, place: Place) -> list[Place]:
     return list(dict.fromkeys(lines[-2] for lines in frames if len(lines) > 1))
 
 
+def callers_below(graph: Graph, place: Place, nodes: Iterable[Node]) -> list[Place]:
+    """Return the lines that led to one, as far as the functions that compute these nodes."""
+    functions = {(frame.file, frame.function) for node in nodes for frame in graph.places(node)}
+    found: dict[Place, None] = {}
+    for node in graph.nodes:
+        if graph.place(node) == place:
+            for frame in reversed(graph.places(node)[:-1]):
+                found[frame] = None
+                if (frame.file, frame.function) in functions:
+                    break
+    return list(found)
+
+
 def calls(graph: Graph, nodes: Iterable[Node], place: Place | None) -> list[Place]:
     """Return the lines that call the function, such as `norm(x)`, in which a line is.
 
@@ -268,6 +281,33 @@ def defaults(graph: Graph, model: nn.Module, place: Place, value: object) -> lis
                 if isinstance(default, ast.Constant) and default.value == value:
                     found[Place(file, first + default.lineno - 1)] = None
     return list(found)
+
+
+def computed_sizes(model: nn.Module, place: Place) -> list[Place]:
+    """Return the lines that compute a size which is passed in a line, as in `hidden = 8 * n // 3`.
+
+    They are lines of the same class.
+    """
+    for cls in dict.fromkeys(map(type, model.modules())):
+        parsed = _parsed(cls) if is_users_class(cls) else None
+        if parsed is None or parsed[0] != place.file:
+            continue
+        file, first, tree = parsed
+        nodes, line = list(ast.walk(tree)), place.line - first + 1
+        passed = {
+            ast.unparse(argument)
+            for call in nodes
+            if isinstance(call, ast.Call) and call.lineno <= line <= (call.end_lineno or 0)
+            for argument in (*call.args, *(keyword.value for keyword in call.keywords))
+        }
+        if passed:
+            return [
+                Place(file, first + node.lineno - 1)
+                for node in nodes
+                if isinstance(node, ast.Assign) and isinstance(node.value, (ast.BinOp, ast.Call))
+                and {*map(ast.unparse, node.targets)} & passed
+            ]  # fmt: skip
+    return []
 
 
 def _torch_module(model: nn.Module, node: Node) -> Place | None:

@@ -37,7 +37,7 @@ from compat.adaptation.repair.syntax import (
     sides,
     variable,
 )
-from compat.adaptation.repair.tensors import operand
+from compat.adaptation.repair.tensors import definition, operand, size_of
 from compat.adaptation.repair.values import calls_of, functions, hyperparameters
 
 # Positions.
@@ -475,8 +475,22 @@ def consecutive_positions(site: Site) -> Iterator[Edits]:
             yield [Edit.replace(call.func, arange)]
         elif name in ("arange", "range"):
             yield from _without_step(call)
+            yield from _of_tokens(site, call)
     for node in find(ast.BinOp, site.statement):
         yield Edit.unwrap(node, node.left)
+
+
+def _of_tokens(site: Site, call: ast.Call) -> Iterator[Edits]:
+    """Count the ids of a sequence in place of the sequences of the batch."""
+    for end in call.args:
+        length = definition(site, end) or end
+        match length:
+            case (
+                ast.Call(ast.Name("len"), [ast.Name(ids)])
+                | ast.Call(ast.Attribute(ast.Name(ids), "size"), [ast.Constant(0)])
+                | ast.Subscript(ast.Attribute(ast.Name(ids), "shape"), ast.Constant(0))
+            ):
+                yield [Edit.replace(length, size_of(site, ids, -1))]
 
 
 def _without_step(call: ast.Call) -> Iterator[Edits]:

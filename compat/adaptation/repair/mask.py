@@ -265,14 +265,12 @@ def module_mask(site: Site) -> Iterator[Edits]:
         keyword = MODULE_MASKS[kinds[0]]
         names = [n.id for n in find(ast.Name, call.args[0]) if n.id != "self"]
         x = names[-1] if names else operand_code(call.args[0])
-        first = any(keyword.arg == "batch_first" for keyword in find(ast.keyword, site.tree))
-        length = f"{x}.size({1 if first else 0})"
+        length = f"{x}.size({1 if _is_batch_first(site) else 0})"
         for mask, _ in _masks(site, statement):
             for size in dict.fromkeys([_length(site) or length, length]):
                 text = mask.format(T=size).replace("[:, :, ", "[")
                 yield [Edit.set_keyword(call, keyword, text)]
-        ones, dtype = site.torch("torch.ones"), site.torch("torch.bool")
-        new = f"{ones}({length}, {length}, dtype={dtype}, device={x}.device).triu(1)"
+        new = _new_mask(site, length, x)
         for present in call.keywords:
             if present.arg == keyword and isinstance(present.value, ast.Name):
                 name = present.value.id
@@ -280,6 +278,44 @@ def module_mask(site: Site) -> Iterator[Edits]:
                 yield [Edit.insert_before(statement, *lines)]
         created = Edit.insert_before(statement, f"{keyword} = {new}")
         yield [created, Edit.set_keyword(call, keyword, keyword)]
+
+
+@fixes("no_mask")
+def mask_in_loop(site: Site) -> Iterator[Edits]:
+    """Call torch's layers in a loop, because an nn.Sequential of them passes no mask on."""
+    match site.statement:
+        case ast.Assign([ast.Name(x)], ast.Call(func, [ast.Name() as passed], []) as call):
+            value = definition(site, func) if own_attribute(func) else None
+        case _:
+            return
+    kinds = [called(n) for n in ast.walk(value) if isinstance(n, ast.Call)] if value else []
+    layers = [kind for kind in kinds if kind in MODULE_MASKS]
+    if kinds[:1] != ["Sequential"] or not layers:
+        return
+    keyword = MODULE_MASKS[layers[0]]
+    length = f"{passed.id}.size({1 if _is_batch_first(site) else 0})"
+    lines = [
+        f"{keyword} = {_new_mask(site, length, passed.id)}",
+        *([] if x == passed.id else [f"{x} = {passed.id}"]),
+        f"for layer in {code_of(func)}:",
+    ]
+    yield [
+        Edit.insert_before(site.statement, *lines),
+        Edit.prefix(site.statement, "    "),
+        Edit.replace(func, "layer"),
+        *([] if x == passed.id else [Edit.replace(passed, x)]),
+        Edit.set_keyword(call, keyword, keyword),
+    ]
+
+
+def _is_batch_first(site: Site) -> bool:
+    return any(keyword.arg == "batch_first" for keyword in find(ast.keyword, site.tree))
+
+
+def _new_mask(site: Site, length: str, x: str) -> str:
+    """Return a causal mask that is True at the tokens to be hidden, on the device of x."""
+    ones, dtype = site.torch("torch.ones"), site.torch("torch.bool")
+    return f"{ones}({length}, {length}, dtype={dtype}, device={x}.device).triu(1)"
 
 
 @fixes("other_attention", "nan_scores", "no_mask", "mask_value")

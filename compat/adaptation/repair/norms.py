@@ -30,6 +30,7 @@ from compat.adaptation.repair.tensors import is_method, operand, operands
 from compat.adaptation.repair.values import (
     attempts,
     calls_of,
+    calls_of_class,
     classes,
     constructions,
     functions,
@@ -352,14 +353,14 @@ def _module_of_torch(site: Site, *, named_rms: bool) -> Iterator[Edits]:
     for name in dict.fromkeys(names):
         if named_rms and "rms" not in name.lower():
             continue
-        edits = [
-            Edit.replace(call, f"{module}({width}{keyword})")
-            for cls in classes(site, name)
-            for call in calls_of(site, name)
-            if (width := _width(cls, call)) is not None
-        ]
-        if edits:
-            yield edits
+        for cls in classes(site, name):
+            edits = [
+                Edit.replace(call, f"{module}({width}{keyword})")
+                for call in calls_of_class(site, cls)
+                if (width := _width(cls, call)) is not None
+            ]
+            if edits:
+                yield edits
 
 
 def _width(cls: ast.ClassDef, call: ast.Call) -> str | None:

@@ -110,23 +110,32 @@ def definition(site: Site, node: ast.expr) -> ast.expr | None:
 
     What an attribute is replaced by that contains it, as by `compile(self.model)`, is left out.
     """
-    scope: ast.AST | None = None
+    scopes: list[ast.AST | None] = [None]
     if name := own_attribute(node):
-        scope = enclosing(node, ast.ClassDef) or site.cls_or_none
+        cls = enclosing(node, ast.ClassDef) or site.cls_or_none
+        scopes = [cls, *(_bases(site, cls) if cls is not None else [])]
     elif isinstance(node, ast.Name):
-        name, scope = node.id, enclosing(node, ast.FunctionDef) or site.tree
-    if name is None or scope is None:
+        name, scopes = node.id, [enclosing(node, ast.FunctionDef) or site.tree]
+    if name is None or scopes[0] is None:
         return None
     held = own_attribute(node) or ...
     found = [
-        value for value, unpacked in assigned_values(scope, name) if unpacked is None
+        value for scope in reversed(scopes) if scope is not None
+        for value, unpacked in assigned_values(scope, name) if unpacked is None
         and not any(inner is node or own_attribute(inner) == held for inner in ast.walk(value))
         and (isinstance(node, ast.Attribute) or value.lineno <= node.lineno)
     ]  # fmt: skip
-    if not found and isinstance(scope, ast.FunctionDef) and name not in parameters(scope):
+    if not found and isinstance(scopes[0], ast.FunctionDef) and name not in parameters(scopes[0]):
         pairs = (pair for statement in site.tree.body for pair in assigned(statement))
         found = [value for target, value in pairs if assigns(target, name)]
     return found[-1] if found else None
+
+
+def _bases(site: Site, cls: ast.ClassDef) -> list[ast.ClassDef]:
+    """Return the classes that a class inherits from, where the user's files define them."""
+    names = {name_of(base) for base in cls.bases}
+    bases = [each for each in site.every(ast.ClassDef) if each.name in names and each is not cls]
+    return bases + [above for base in bases for above in _bases(site, base)]
 
 
 def is_number(site: Site, node: ast.AST | None, depth: int = 4) -> bool:
@@ -164,7 +173,16 @@ def _is_number_by_name(site: Site, node: ast.Name | ast.Attribute, depth: int) -
         numeric = re.search(r"scal|factor|temp|norm|dim|size|width", node.id)
         return scope.name == "__init__" or bool(numeric or HEAD_SIZE.match(node.id))
     every = find(ast.Assign, scope)
-    return any(node.id in unpacked_sizes(statement) for statement in every)
+    if any(node.id in unpacked_sizes(statement) for statement in every):
+        return True
+    is_local = any(n.id == node.id and isinstance(n.ctx, ast.Store) for n in find(ast.Name, scope))
+    return not is_local and _is_imported(site, node.id)
+
+
+def _is_imported(site: Site, name: str) -> bool:
+    """Return whether a global name is, or may be, one of those imported from another module."""
+    sources = [alias for node in find(ast.ImportFrom, site.tree) for alias in node.names]
+    return any("*" in (a.name, a.asname) or name == (a.asname or a.name) for a in sources)
 
 
 def size_of(site: Site, name: str, axis: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site
@@ -155,6 +156,23 @@ def classes(site: Site, name: str) -> Iterator[ast.ClassDef]:
 def calls_of(site: Site, *names: str) -> Iterator[ast.Call]:
     """Yield the calls of functions or classes of these names."""
     return (call for call in site.every(ast.Call) if called(call) in names)
+
+
+def calls_of_class(site: Site, cls: ast.ClassDef) -> Iterator[ast.Call]:
+    """Yield the calls that build a class, and not another one of its name in another file."""
+    defined = source_of(cls)
+    others = {source_of(each).file for each in classes(site, cls.name)} - {defined.file}
+    for call in calls_of(site, cls.name):
+        source = source_of(call)
+        modules = {
+            (statement.module or "").rpartition(".")[2]
+            for statement in find(ast.ImportFrom, source.tree)
+            for alias in statement.names
+            if alias.name == cls.name
+        }
+        imported = not modules or Path(defined.file).stem in modules
+        if not others or (source.file not in others and imported):
+            yield call
 
 
 def functions(site: Site, name: str) -> list[ast.FunctionDef]:
