@@ -131,8 +131,21 @@ class RotatedLatentBlock(LatentBlock):
         for y in (self.qkv(x), keys):
             a, b = y.unflatten(-1, (self.heads, 3, 2)).unbind(-1)
             c, s = angle.cos(), angle.sin()
-            turned.append(torch.stack([a * c - b * s, a * s + b * c], dim=-1).flatten(-3))
+            turned.append(self.joined(a * c - b * s, a * s + b * c).flatten(-3))
         return self.mix(*turned, values)
+
+    def joined(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.stack([a, b], dim=-1)
+
+
+class WrittenRotation(RotatedLatentBlock):
+    """The turned channels are written into an empty tensor."""
+
+    def joined(self, a: Tensor, b: Tensor) -> Tensor:
+        out = torch.empty(*a.shape, 2)
+        out[..., 0] = a
+        out[..., 1] = b.double()
+        return out
 
 
 class SlicedBlock(Block):
@@ -635,6 +648,10 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "latent attention": (with_blocks(LatentBlock), {"latent_attention": "projected twice"}),
     "rotated latent attention": (
         with_blocks(RotatedLatentBlock),
+        {"latent_attention": "projected twice", "rope": "rotated by their position"},
+    ),
+    "a rotation that is written in place": (
+        with_blocks(WrittenRotation),
         {"latent_attention": "projected twice", "rope": "rotated by their position"},
     ),
     "keys of another layer": (

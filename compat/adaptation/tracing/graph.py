@@ -68,8 +68,7 @@ REDUCTIONS = NORM_KERNELS | frozenset(
 
 # Operations that can move values from one position to another.
 SHIFTS = frozenset(
-    "slice cat flip roll pad constant_pad_nd narrow select_scatter slice_scatter copy "
-    "index_put".split()
+    "slice cat flip roll pad constant_pad_nd narrow select_scatter slice_scatter index_put".split()
 )
 
 

@@ -170,7 +170,9 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         changed = _changed_tensors(func, args, kwargs or {})
         self._keep_values(changed)
         result = func(*args, **(kwargs or {}))
-        if changed:
+        if func is aten.copy_.default:
+            self._write(args[0], self._copy(args[0], args[1], node_args[1]))
+        elif changed:
             self._change(func, changed, node_args, node_kwargs)
         elif isinstance(result, Tensor):
             if not self._is_known(result):
@@ -250,6 +252,17 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             self.current[id(changed[0])] = node
         else:
             self._write(changed[0], node)
+
+    def _copy(self, tensor: Tensor, source: Tensor, node: Node) -> Node:
+        """Record the new value of a tensor that another one is copied to.
+
+        `aten.copy` has no derivative, and its result does not depend on the tensor's old value.
+        """
+        if source.dtype != tensor.dtype:
+            node = self._record(aten._to_copy.default, (node,), {"dtype": tensor.dtype})
+        node = self._record(aten.expand.default, (node, tensor.shape))
+        node.meta["shape"] = tuple(tensor.shape)
+        return node
 
     def _write(self, tensor: Tensor, node: Node) -> None:
         """Record a new value of a tensor, and of all tensors that share its memory."""
