@@ -15,6 +15,7 @@ from compat import AdaptError, GPT2Config, adapt
 from compat.adaptation.repair.edits import Edit, Edits, apply, with_import_of_torch
 from compat.adaptation.repair.fixes import FIXES, Site
 from compat.adaptation.repair.repair import (
+    MAX_SECONDS,
     Repair,
     Search,
     Target,
@@ -1371,3 +1372,15 @@ def test_a_deviation_that_is_left_somewhere_is_not_called_repaired() -> None:
     found = str(Unrepaired(["relu", "no_pos"], [left]))
     assert found == "edits were found for relu, but none for no_pos"
     assert str(Unrepaired(["no_pos"], [left])) == "no edits were found for no_pos"
+    stopped = str(Unrepaired([], [left], stopped=True))
+    assert stopped == f"no edits were found for no_pos within {MAX_SECONDS} seconds"
+
+
+def test_no_edit_is_tried_after_the_time_of_a_search(small: Checkpoint, tmp_path: Path) -> None:
+    path = tmp_path / "gpt.py"
+    path.write_text(BOOK.replace('F.gelu(self.up(x), approximate="tanh")', "F.relu(self.up(x))"))
+    search = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False)
+    search.ends = 0.0
+    assert search.run() is None and not search.tried and search.is_over()
+    search.ends += 1e9
+    assert search.run() is not None and search.tried

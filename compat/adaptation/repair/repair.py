@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -71,6 +72,7 @@ AREAS = (
 # The proof imports what this process does, although a folder of the user's may be called `torch`.
 PROVE = "import sys; sys.path[:] = {}; from compat.adaptation.repair.prove import main; main()"
 MAX_TRIALS = 120  # models that are built and compared in one search
+MAX_SECONDS = 240  # after which a search tries no further edits
 # Deviations that hide others, which are found after their repair: a gated MLP may have other biases
 # and widths, and another activation.
 HIDING = {"gated_mlp": 4}
@@ -180,11 +182,13 @@ class Unrepaired:
         fixed: the codes of the deviations that edits repair.
         left: the deviations that they leave; none if the proof of the edited model failed.
         untried: whether edits that change the signature of a constructor were not tried for them.
+        stopped: whether the time of the search was over before all edits were tried.
     """
 
     fixed: list[str]
     left: list[Finding]
     untried: bool = False
+    stopped: bool = False
 
     def __str__(self) -> str:
         codes = dict.fromkeys(finding.code for finding in self.left)
@@ -195,7 +199,8 @@ class Unrepaired:
         known = f"edits were found for {fixed}, but none" if fixed else "no edits were found"
         option = "--unsafe-fixes also tries edits that change the signature of a constructor"
         hint = f" ({option})" if self.untried else ""
-        return f"{known} for {left}{hint}"
+        limit = f" within {MAX_SECONDS} seconds" if self.stopped else ""
+        return f"{known} for {left}{limit}{hint}"
 
 
 def _shown(name: str) -> str:
@@ -237,7 +242,7 @@ def repair(
                 if is_proved(target, checkpoint, found):
                     return found
     if found is None:
-        return Unrepaired(search.fixed, search.left, search.has_untried_edits())
+        return Unrepaired(search.fixed, search.left, search.has_untried_edits(), search.is_over())
     return Unrepaired(found.fixed, [])
 
 
@@ -286,6 +291,11 @@ class Search:
     fixed: list[str] = field(default_factory=list)
     left: list[Finding] = field(default_factory=list)
     tried: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
+    ends: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
+
+    def is_over(self) -> bool:
+        """Return whether the search has taken as long as it may."""
+        return time.monotonic() > self.ends
 
     @cached_property
     def present(self) -> Adaptation:
@@ -356,7 +366,7 @@ class Search:
                 for name, text in edited.items()
             }
             key = tuple(sorted(changed.items()))
-            if key in self.tried or len(self.tried) >= MAX_TRIALS:
+            if key in self.tried or len(self.tried) >= MAX_TRIALS or self.is_over():
                 continue
             self.tried.add(key)
             try:
