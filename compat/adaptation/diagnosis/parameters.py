@@ -408,44 +408,60 @@ def _no_out_proj(context: DiagnosisContext) -> Iterator[Deviation]:
 
 def _code_of(context: DiagnosisContext, hf: str) -> str | None:
     """Return the code of an unmatched tensor; None if another finding covers it."""
-    unmatched, parts = context.unmatched, hf.split(".")
-    module = hf.rpartition(".")[0]
+    unmatched, (module, _, kind) = context.unmatched, hf.rpartition(".")
     if hf in unmatched.shapes or hf in unmatched.shared or module in context.places.missing:
         return None
-    unknown = [each for each in context.mapping.unknown if each.module == module]
-    if unknown:
-        if parts[-1] != "bias" or _include_bias(context, unmatched.nodes[f"{module}.weight"]):
-            return None
-        if parts[-2] == "c_attn":
-            return "no_qkv_bias"
-        if unknown[0].code != "rounded_weights":
-            return None
-    if parts[0] == "h" and int(parts[1]) >= len(context.anatomy.layers):
+    unknown = next((each for each in context.mapping.unknown if each.module == module), None)
+    if unknown is not None:
+        return _code_of_unknown(context, unknown, kind)
+    if not module.startswith("h."):
+        return _code_of_norm(context, module, kind) if module == "ln_f" else None
+    number, name = int(module.split(".")[1]), module.split(".", 2)[2]
+    if number >= len(context.anatomy.layers):
         return None
-    if parts[0] == "h" and parts[2:4] == ["attn", "c_attn"]:
-        attention = context.mapping.attentions[int(parts[1])]
-        if attention.kv_heads and parts[-1] == "bias":
-            layer = context.anatomy.layers[int(parts[1])]
-            projecting = context.graph.parameters_between(layer.qkv_ends, [layer.x1])
-            return None if _include_bias(context, projecting) else "no_qkv_bias"
-        if attention.kv_heads or attention.shared_kv:
-            return None
-    if parts[0] == "h" and parts[2] in ("ln_2", "mlp"):
-        layer = context.anatomy.layers[int(parts[1])]
-        if layer.fc is None or (layer.mlp_proj is None and parts[3] == "c_proj"):
-            return None
+    layer = context.anatomy.layers[number]
+    if name == "attn.c_attn":
+        return _code_of_qkv(context, number) if kind == "bias" else None
+    if name == "attn.c_proj":
+        return "no_out_proj" if unmatched.lacks(f"{module}.weight") else "no_proj_bias"
+    if name == "ln_1" or (name == "ln_2" and layer.fc is not None):
+        return _code_of_norm(context, module, kind)
+    projection = {"mlp.c_fc": layer.fc, "mlp.c_proj": layer.mlp_proj}.get(name)
+    return "no_mlp_bias" if projection is not None and kind == "bias" else None
+
+
+def _code_of_unknown(
+    context: DiagnosisContext, unknown: UnknownProjection, kind: str
+) -> str | None:
+    """Return the code of a tensor of projections whose structure is not known."""
+    weight = context.unmatched.nodes[f"{unknown.module}.weight"]
+    if kind != "bias" or _include_bias(context, weight):
+        return None
+    if unknown.module.endswith("c_attn"):
+        return "no_qkv_bias"
+    if unknown.code != "rounded_weights":
+        return None
+    return "no_proj_bias" if ".attn." in unknown.module else "no_mlp_bias"
+
+
+def _code_of_qkv(context: DiagnosisContext, number: int) -> str | None:
+    """Return the code of a missing bias of q, k and v."""
+    layer, attention = context.anatomy.layers[number], context.mapping.attentions[number]
+    if attention.kv_heads:
+        projecting = context.graph.parameters_between(layer.qkv_ends, [layer.x1])
+        return None if _include_bias(context, projecting) else "no_qkv_bias"
+    return None if attention.shared_kv else "no_qkv_bias"
+
+
+def _code_of_norm(context: DiagnosisContext, module: str, kind: str) -> str | None:
+    """Return the code of a missing tensor of a norm."""
     norm, placed = context.norm_formulas.get(module), context.places.named.get(module)
     if placed is not None and norm is None:
-        has = placed.scale if parts[-1] == "weight" else placed.shift
-        if has is not None:
+        if (placed.scale if kind == "weight" else placed.shift) is not None:
             return None  # a norm over several axes, with weights for each token
-    if parts[-1] == "bias" and norm is not None and not norm.centred:
-        return None  # an RMSNorm
-    end = ".".join(parts[2:]) if parts[0] == "h" else hf
-    if end == "attn.c_proj.bias" and unmatched.lacks(f"{module}.weight") and not unknown:
-        end = "attn.c_proj.weight"  # the whole projection is missing
-    end = re.sub(r"^ln_[12f]\.", "ln.", end)
-    return next((code for code, (ends, _, _) in MISSING.items() if end in ends), None)
+    if kind == "weight":
+        return "no_ln_weight"
+    return "no_ln_bias" if norm is None or norm.centred else None  # an RMSNorm has another code
 
 
 def _include_bias(context: DiagnosisContext, parameters: Sequence[Node]) -> bool:
@@ -479,32 +495,17 @@ def _first_tap(hf: str) -> str:
 NORM = "(x - mean) / torch.sqrt(var + eps) * self.weight + self.bias"
 # For each code: the tensors that are missing, the start of the message, and the fix.
 MISSING = {
-    "no_qkv_bias": (
-        ("attn.c_attn.bias",), "the projections of q, k and v have no bias", "bias=True"
-    ),
-    "no_proj_bias": (
-        ("attn.c_proj.bias",), "the output projection of attention has no bias", "bias=True"
-    ),
+    "no_qkv_bias": ("the projections of q, k and v have no bias", "bias=True"),
+    "no_proj_bias": ("the output projection of attention has no bias", "bias=True"),
     "no_out_proj": (
-        ("attn.c_proj.weight",),
         "attention has no output projection",
         "self.c_proj = nn.Linear({n_embd}, {n_embd})",
     ),
-    "no_mlp_bias": (
-        ("mlp.c_fc.bias", "mlp.c_proj.bias"), "the projections of the MLP have no bias", "bias=True"
-    ),
-    "no_ln_bias": (
-        ("ln.bias",),
-        "the norm has no bias",
-        NORM,
-    ),
-    "no_ln_weight": (
-        ("ln.weight",),
-        "the norm has no weight",
-        NORM,
-    ),
-}  # fmt: skip
-for _code, (_, _lacks, _fix) in MISSING.items():
+    "no_mlp_bias": ("the projections of the MLP have no bias", "bias=True"),
+    "no_ln_bias": ("the norm has no bias", NORM),
+    "no_ln_weight": ("the norm has no weight", NORM),
+}
+for _code, (_lacks, _fix) in MISSING.items():
     _message = f"{_lacks}, but the checkpoint has {{tensors}}"
     _detector = _no_out_proj if _code == "no_out_proj" else _missing(_code)
     deviation(_message, _fix, code=_code)(_detector)
