@@ -69,7 +69,9 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     assigns the parameter to another attribute, it is a config if a size is read from that.
     """
     own = init_source(cls)
-    reading = rf"""\b{parameter}(?:\.[^\W\d]\w*\b(?!\s*\()|\[["']|\.get\()"""
+    tensors = "|".join(OF_TENSORS)  # a parameter of which only these are read is no config
+    name = rf"(?!(?:{tensors})\b)[^\W\d]\w*\b(?!\s*\()"
+    reading = rf"""\b{parameter}(?:\.{name}|\[["']|\.get\()"""
     direct = re.search(rf"""{reading}|getattr\(\s*{parameter}\s*,""", own)
     text = modules_text(cls)
     aliases = {

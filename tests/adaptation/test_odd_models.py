@@ -669,7 +669,10 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
         sized(vocab=50, layers=2), {"vocab_mismatch": "50", "n_layer_mismatch": "layers is 2"}
     ),
     "one block's inner width": (lambda: another_block(inner=48), {"inner_dim": "48 wide"}),
-    "one block's heads": (lambda: another_block(heads=2), {"unexplained": "h.1.heads"}),
+    "one block's heads": (
+        lambda: another_block(heads=2),
+        {"n_head_mismatch": "2 heads, but the checkpoint has 4 (only in h.1)"},
+    ),
     "a stacked list": (StackedList, {"no_mlp_bias": "no bias"}),
     "a stacked parameter": (StackedMlp, {"no_mlp_bias": "no bias"}),
     "a norm made in forward": (NormInForward, {"no_ln_weight": "ln_f.weight"}),

@@ -54,6 +54,17 @@ STYLES = {
     "keyword only": _takes("V_O_C_A_B, seqLen, dModel, N_BLOCKS, numHeads", star="*, "),
     "in no table": _takes("size_of_vocab, the_seq_len, token_embed_width, all_layers, head_num=9"),
     "absolute positions": _takes("n_vocab, max_abs_position, width, depth, heads"),
+    "network depth": _takes("n_vocab, ctx, width, network_depth, heads"),
+    "weights that have a shape": """
+class Unit:
+    scale = 1
+
+ONE = Unit.scale
+""" + gpt(
+        ", n_vocab, ctx, width, depth, heads, pretrained_embeddings=None",
+        "n_vocab, ctx, width, depth, heads",
+        "width = width if pretrained_embeddings is None else pretrained_embeddings.shape[1]",
+    ),
     "channels": _takes("n_vocab, max_context, chan_dim, Nx, n_heads"),
     "one letter": _takes("V, T, C, L, H"),
     "numbers": _takes("vocab_size, block_size, embd_number, layer_number, head_number"),

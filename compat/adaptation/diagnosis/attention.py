@@ -1151,6 +1151,21 @@ def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation("h.0.probs", place, values, Changes(n_head=found), lines=lines)
 
 
+@detects("n_head_mismatch")
+def n_head_of_some_layers(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect layers that have another number of heads than the first one."""
+    by_layer = [attention.q.index.shape[1] for attention in context.mapping.attentions]
+    others = [i for i, found in enumerate(by_layer) if found != context.n_head]
+    if context.n_head is None or not others:
+        return
+    found, expected = by_layer[others[0]], context.config.n_head
+    op = context.anatomy.layers[others[0]].attention_ops[0]
+    heads = "1 head" if found == 1 else f"{found} heads"
+    values = {"found": found, "heads": heads, "expected": expected}
+    place = source.running(context.graph, [op.q.node])
+    yield Deviation(f"h.{others[0]}.probs", place, values, layers=others)
+
+
 @deviation(
     "q, k and v are stored head by head, but Hugging Face stores all of q, then k, then v",
     "Load the weights with this name map, which reorders them.",
