@@ -110,14 +110,17 @@ def _examined(run: Run, graph: Graph) -> Adaptation:
 def judge_batch_first(run: Run, error: BatchFirst, accepts_others: bool = False) -> Adaptation:
     """Judge a model whose attention runs along the first axis of the ids.
 
-    It is called with ids (T, B) if it adds positions along the first axis as well. Otherwise this
-    is a mistake, and the rest is examined as it is with `batch_first=True`.
+    It is called with ids (T, B) if it adds positions along the first axis as well, and with ids
+    (T,) if it has a causal mask for one sequence. Otherwise this is a mistake, and the rest is
+    examined as it is with `batch_first=True`.
     """
     call = run.call
     try:
         return judge(run, _map_time_first(run, error, accepts_others))
     except BatchFirst:
         run.call = call
+    if (adaptation := _of_one_sequence(run, accepts_others)) is not None:
+        return adaptation
     surveyed = _survey(run, error)
     modules = [
         module for module in run.model.modules()
@@ -130,6 +133,19 @@ def judge_batch_first(run: Run, error: BatchFirst, accepts_others: bool = False)
         adaptation = _examined(run, to_graph(run.model, run.call, run.ids))
         return replace(adaptation, findings=[surveyed.findings[0], *adaptation.findings])
     return surveyed
+
+
+def _of_one_sequence(run: Run, accepts_others: bool) -> Adaptation | None:
+    """Judge the model by a call with one sequence; None if it then attends to later tokens too."""
+    weights = _weights(run.model)
+    with suppress(AdaptError):
+        alone = replace(run, call=find_signature(run.model, run.ids, rows=0))
+        graph = to_graph(run.model, alone.call, run.ids)
+        adaptation = judge(alone, map_graph(graph, run.checkpoint, accepts_others))
+        if all(finding.code != "no_mask" for finding in adaptation.findings):
+            return adaptation
+    _restore(run.model, weights)
+    return None
 
 
 @contextmanager

@@ -187,6 +187,16 @@ def test_a_wrong_cache_without_an_edit_is_left_and_the_rest_is_repaired(
     assert found is not None and (found.fixed, found.left) == (["erf_gelu"], ["kv_cache"])
 
 
+def test_positions_begin_at_a_variable_that_the_code_has(tmp_path: Path, small: Checkpoint) -> None:
+    old, new = "torch.arange(start, start + idx.shape[1]", "torch.arange(idx.shape[1]"
+    assert RETURNED.count(old) == 1
+    text = RETURNED.replace(old, new)
+    found = Search(target(tmp_path, text), small, GPT2Config(), unsafe=False).run()
+    assert found is not None and found.fixed == ["kv_cache"]
+    [repaired] = found.texts.values()
+    assert repaired == RETURNED
+
+
 def test_a_cache_without_a_mask_for_later_calls_is_a_limit(
     tmp_path: Path, small: Checkpoint
 ) -> None:

@@ -1623,6 +1623,26 @@ def test_the_rest_of_a_model_with_attention_over_the_batch_is_examined(
     assert {f.code for f in adapted(tiny, tmp_path, corrected).deviations} == {"no_mask"}
 
 
+def test_attention_over_the_first_axis_is_right_for_one_sequence(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """The mask is made for the length of the first axis, so the model expects ids (T,)."""
+    edits = [
+        ("Attention(dim, heads, context)", "nn.MultiheadAttention(dim, heads)"),
+        ("        x = self.att(x)\n",
+         "        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)\n"
+         "        x = self.att(x, x, x, attn_mask=mask)[0]\n"),
+        ("        B, T = ids.shape\n", "        T = ids.shape[-1]\n"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert adaptation and "(T,)" in only_finding(adaptation, "input_shape").message
+    relu = adapted(tiny, tmp_path, [*edits, (GELU, "F.relu(self.up(x))")])
+    assert {f.code for f in relu.deviations} == {"relu"}
+    unmasked = [(old, new.replace(".triu(1)", ".triu(len(x))")) for old, new in edits]
+    codes = {f.code for f in adapted(tiny, tmp_path, unmasked).deviations}
+    assert codes == {"batch_first", "no_mask"}
+
+
 @pytest.mark.parametrize("memory", ["x", "torch.zeros_like(x)", "torch.zeros(B, 1, x.size(2))"])
 def test_cross_attention_is_one_deviation(tiny: Path, tmp_path: Path, memory: str) -> None:
     """This also holds if it attends to zeros, so that only its biases have an effect."""

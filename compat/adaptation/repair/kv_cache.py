@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from compat.adaptation.repair.edits import Edit, Edits
@@ -10,12 +11,17 @@ from compat.adaptation.repair.fixes import Site, fixes
 from compat.adaptation.repair.source import code_of, find, find_calls, operand_code, statement_of
 from compat.adaptation.repair.syntax import argument, called
 
+START = re.compile(r"start|offset|past.*(len|size|pos)|(len|size|pos).*past", re.IGNORECASE)
+
 
 @fixes("kv_cache")
 def cached_positions(site: Site) -> Iterator[Edits]:
     """Begin the positions after the cached ones, whose number the finding's `past` computes."""
     function, past = site.function, site.values.get("past")
     yield from _without_ones(function)
+    for name in _starts(function):
+        for _, edits in _from_zero(function, name):
+            yield edits
     if not past:
         return
     for start in find(ast.Assign, function):  # start = 0
@@ -37,6 +43,15 @@ def causal_without_a_cache(site: Site) -> Iterator[Edits]:
             always = isinstance(causal, ast.Constant)
             new = same if always else f"({code_of(causal)}) and {same}"
             yield [Edit.replace(causal, new)]
+
+
+def _starts(function: ast.FunctionDef) -> list[str]:
+    """Return variables that may hold the number of cached tokens, such as `start_pos`."""
+    stored = [
+        target.id for node in find(ast.Assign, function) for target in node.targets
+        if isinstance(target, ast.Name)
+    ]  # fmt: skip
+    return [name for name in dict.fromkeys(stored) if START.search(name)]
 
 
 def _without_ones(function: ast.FunctionDef) -> Iterator[Edits]:
