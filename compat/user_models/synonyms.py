@@ -51,21 +51,23 @@ _PATTERNS = {
     r"|(n|num)?unique(tokens|words)",
     "ratio": r"(mlp|ffn?|ffdim|hidden|dim|inner|forward|widening)(ratio|mult(iplier)?|factor)"
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
-    "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(per)?head|d(im)?(k|v|q|key|value)"
-    r"|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)|querypreattn(scalar|norm)",
+    "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(q|k|qk|v)?(per)?head"
+    r"|d(im)?(k|v|q|key|value)|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)|querypreattn(scalar|norm)",
     # As many groups of queries as heads are not grouped.
     "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh"
     r"|(n|num)?(kv|query|keyvalue)groups?",
     "n_layer": r".*(layers|blocks|decoders|stacks)(total)?"
-    r"|(n(?!orm)|num).*(layer|block|decoder|stack)|layer|(layer|block|decoder)s?(count|num|number|n)|(model|transformer|net|network)?depth|nl",
+    r"|(n(?!orm)|num).*(layer|block|decoder|stack)|layer|(layer|block|decoder)s?(count|num|number|n)"
+    r"|(model|transformer|net|network)?depth|nl",
     "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)pos(ition)?{_EMB}"
     r"|.*(num)?max(abs(olute)?)?pos(itions?)?|n(dec|enc)seq"
     r"|(max|input|maxtoken)len(gth)?|(max)?(sent(ence)?|text|prompt)len(gth)?"
     r"|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax",
     "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?hid(dens?)?{_SIZE}?)?|nhid"
-    rf"|(pf|fc|ffnn|feedfwd|fwd|forward|filter|mid(dle)?){_SIZE}|(d|dim)(pf|fc|ffnn|mid)", "n_embd":
-    rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
+    rf"|(pf|fc|ffnn|feedfwd|fwd|forward|filter|mid(dle)?|expert){_SIZE}"
+    r"|(d|dim)(pf|fc|ffnn|mid|expert)",
+    "n_embd": rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
     rf"|(model|residual|input|tok(en)?|feature|vec(tor)?|latent|chan(nel)?){_SIZE}"
     rf"|{_N}dims?|{_N}(channels|features)|n?width|nstate"
     r"|ninp|emsize|normalizedshape|d(in|out)",

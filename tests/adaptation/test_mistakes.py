@@ -1697,6 +1697,25 @@ def test_the_rest_of_a_model_with_experts_is_examined(tiny: Path, tmp_path: Path
     assert {name.split(".")[2] for name in adaptation.unmatched} == {"mlp"}
 
 
+def test_experts_whose_weights_are_looked_up_are_an_unknown_mlp(tiny: Path, tmp_path: Path) -> None:
+    """For each token, the rows of the chosen expert are read from one parameter of all experts."""
+    edits = [
+        ("        self.up = nn.Linear(dim, 4 * dim)\n        self.down = nn.Linear(4 * dim, dim)\n",
+         "        self.router = nn.Linear(dim, 3, bias=False)\n"
+         "        self.up = nn.Parameter(0.1 * torch.randn(3, 4 * dim, dim))\n"
+         "        self.down = nn.Parameter(0.1 * torch.randn(3, dim, 4 * dim))\n"),
+        (f"        return self.down({GELU})",
+         "        found = torch.topk(self.router(x), k=2, dim=-1)\n"
+         "        y = torch.einsum('btknc,btc->btkn', self.up[found.indices], x)\n"
+         "        y = torch.einsum('btkcn,btkn->btkc', self.down[found.indices], F.relu(y))\n"
+         "        return torch.einsum('btkc,btk->btc', y, found.values.softmax(-1))"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"unknown_mlp", "relu", "no_mlp_bias"}
+    found = only_finding(adaptation, "unknown_mlp")
+    assert found.message.startswith("1 projection runs here, as in a mixture of experts, but")
+
+
 ROUTED = """class Expert(nn.Module):
     def __init__(self, dim):
         super().__init__()

@@ -391,6 +391,8 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
             ["dim_ff", "dff", "cutoff", "loss_coeff", "diff"],
             ["d_inner", "d_inner", None, None, None],
         ),
+        (["dim_qk_head", "dim_v_head", "dim_model"], ["d_head", "d_head", "n_embd"]),
+        (["dim_expert", "expert_dim", "network_depth"], ["d_inner", "d_inner", "n_layer"]),
         (["no_bias", "disable_rope", "without_residual"], ["off", "on", "off"]),
         (["n_kv_groups", "n_kv_heads", "n_heads"], ["one", "n_head", "n_head"]),
         (["n_kv_groups", "n_heads"], ["n_head", "n_head"]),

@@ -891,6 +891,8 @@ class _Dissection:
         The first three are None where a block lacks them, and for a branch of unknown structure.
         """
         sources = self.index.sources
+        if self.partial and len(found) == 1 and self._chooses_parameters(found[0], until):
+            return [None, None, None]
         if self.partial and len(found) < 2:
             return [*found, None, None, None][:3]
         if len(found) == 2 and sources(found[1]) <= {found[0]}:
@@ -936,6 +938,12 @@ class _Dissection:
             f"but the two of an MLP were expected{why}",
             found,
         )
+
+    def _chooses_parameters(self, router: Node, until: list[Node]) -> bool:
+        """Return whether parameters are looked up by a projection's result, as those of experts."""
+        above = self.graph.ancestors
+        following = set().union(*(above[node] for node in until))
+        return any(router in above[node] and self.index.embeds(node) for node in following)
 
     def _last_mlp(self, found: list[Node]) -> list[Node | None] | None:
         """Return an MLP that ends a block, and the projections of other branches before it."""

@@ -342,16 +342,17 @@ def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "{n} projections run here{like}, but the MLP of GPT-2 has two, c_fc and c_proj",
+    "{n} here{like}, but the MLP of GPT-2 has two, c_fc and c_proj",
     "x = x + mlp(ln_2(x))",
 )
 def unknown_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
     if layers := [i for i, layer in context.layers if layer.unknown]:
         layer = context.anatomy.layers[layers[0]]
         place = source.running(context.graph, layer.unknown)
-        chosen = [n for n in context.graph.between([layer.mlp], [layer.x2]) if kind(n) == "topk"]
+        inside, n = context.graph.between([layer.mlp], [layer.x2]), len(layer.unknown)
+        chosen = any(kind(node) == "topk" for node in inside)
         values = {
-            "n": len(layer.unknown),
+            "n": "1 projection runs" if n == 1 else f"{n} projections run",
             "like": ", as in a mixture of experts" if chosen else "",
         }
         yield Deviation(f"h.{layers[0]}.mlp", place, values, layers=layers)
