@@ -16,18 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from compat.adaptation.anatomy.dissect import NO_ATTENTION, NoHead, UnknownHead, UnknownPart
+from compat.adaptation.diagnosis.attention_modules import (
+    AttentionModule,
+    attention_replaced,
+    first_block,
+    unknown_attention,
+)
 from compat.adaptation.diagnosis.findings import limits_of, no_head, unexplained, untraced
 from compat.adaptation.diagnosis.proof import end_to_end
 from compat.adaptation.diagnosis.survey import after, computed_by, survey, wrong_mask
-from compat.adaptation.diagnosis.unknown_attention import (
-    UnknownAttention,
-    attention_replaced,
-    unknown_attention,
-)
 from compat.adaptation.inputs import find_call
 from compat.adaptation.mapping.assignments import BatchFirst
 from compat.adaptation.mapping.by_calls import map_by_calls
 from compat.adaptation.mapping.embeddings import embedding_of
+from compat.adaptation.part import of_part, with_part
 from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.stages import Mapped, Run, WithHead, judge, map_graph
 from compat.adaptation.tracing.calling import Forward, find_signature
@@ -188,7 +190,7 @@ def judge_otherwise(run: Run, error: AdaptError) -> Adaptation:
 
     If none works because of a single unknown part, the rest is examined with GPT-2's in its place.
     If that is not possible either, the model's own weights are restored, and the result contains
-    the findings that the graph shows.
+    the findings that the graph and the first block alone show.
 
     Raises:
         AdaptError: none works, for another reason. The error is the one that was raised for the
@@ -221,7 +223,10 @@ def judge_otherwise(run: Run, error: AdaptError) -> Adaptation:
         with suppress(CompatError):
             return _with_own_part(run, unknown)
         _restore(run.model, before)
-        return _survey(run, unknown)
+        surveyed = _survey(run, unknown)
+        of_block = _of_first_block(run, surveyed.findings)
+        _restore(run.model, before)
+        return replace(surveyed, findings=[*surveyed.findings, *of_block])
     _restore(run.model, before)
     raise AdaptError(f"{error}. {BY_HAND}") from error
 
@@ -275,7 +280,7 @@ def _with_own_part(run: Run, error: UnknownPart) -> Adaptation:
     graph = to_graph(run.model, run.call, run.ids)
     if isinstance(error, UnknownHead):
         return _with_own_head(run, graph, error)
-    unknown: list[UnknownAttention] = []
+    unknown: list[AttentionModule] = []
     if not _unused_attention(run, graph, error):
         with suppress(Exception):  # the user's modules fail on other hidden states
             unknown = unknown_attention(run.model, run.call, run.ids, error.nodes, run.config)
@@ -285,16 +290,12 @@ def _with_own_part(run: Run, error: UnknownPart) -> Adaptation:
 
 
 def _with_own_attention(
-    run: Run, graph: Graph, error: UnknownPart, unknown: Sequence[UnknownAttention]
+    run: Run, graph: Graph, error: UnknownPart, unknown: Sequence[AttentionModule]
 ) -> Adaptation:
     """Judge the model with GPT-2's attention in place of the modules that compute it."""
     config, model = run.config, run.model
     with attention_replaced(model, unknown, config):
-        own = to_graph(model, run.call, run.ids)
-        try:
-            adaptation = judge(run, map_graph(own, run.checkpoint))
-        except UnknownPart:
-            adaptation = judge(run, map_graph(own, run.checkpoint, partial=True))
+        adaptation = _judge_partly(run)
     findings = adaptation.findings
     if not all(each.shortcut_known for each in unknown):
         findings = [found for found in findings if found.code not in OF_SHORTCUTS]
@@ -316,6 +317,38 @@ def _with_own_attention(
         parity=None,
         find_taps=list,
     )
+
+
+def _judge_partly(run: Run) -> Adaptation:
+    """Judge a model, and accept parts that GPT-2 does not have if it is not mapped without."""
+    graph = to_graph(run.model, run.call, run.ids)
+    try:
+        return judge(run, map_graph(graph, run.checkpoint))
+    except UnknownPart:
+        return judge(run, map_graph(graph, run.checkpoint, partial=True))
+
+
+def _of_first_block(run: Run, known: Sequence[Finding]) -> list[Finding]:
+    """Return what else differs in the first block, examined as a block of compat's own model."""
+    with suppress(Exception):  # the user's modules fail on other hidden states
+        block = first_block(run.model, run.call, run.ids, run.config)
+        if block is None or not (block.has_mlp or _is_attention_alone(block)):
+            return []
+        name = "h.0" if block.has_mlp else "h.0.attn"
+        whole, prefix = with_part(block.module, name, run.config)
+        whole = whole.to(next(run.model.parameters()).dtype)
+        call, ids = find_call(whole, run.checkpoint, run.ids)
+        adaptation = _judge_partly(replace(run, model=whole, call=call, ids=ids))
+        if any(finding.code == "n_layer_mismatch" for finding in adaptation.findings):
+            return []  # the module computes several blocks
+        adaptation = of_part(adaptation, block.module, name, prefix)
+        found = _beside_own(adaptation.findings, list(known), "other parts")[len(known) :]
+        return [finding for finding in found if finding.severity == "breaks" and finding.file]
+    return []
+
+
+def _is_attention_alone(block: AttentionModule) -> bool:
+    return block.shortcut is None and block.shortcut_known and not block.has_norm
 
 
 def _with_own_head(run: Run, graph: Graph, error: UnknownHead) -> Adaptation:

@@ -1576,6 +1576,34 @@ def test_a_model_whose_blocks_compute_unknown_attention_is_examined_around_them(
     ("edits", "codes"),
     [
         ([], set()),
+        ([("/ self.head_dim ** 0.5", "/ C ** 0.5"), ("        x = self.norm2(x)\n", "")],
+         {"scale_by_d_model", "missing_ln"}),
+        ([("        scores = scores.masked_fill", "        scores.masked_fill"),
+          (GELU, "F.gelu(self.up(x))")], {"no_mask", "erf_gelu"}),
+    ],
+)  # fmt: skip
+def test_the_first_block_of_a_model_that_cannot_be_mapped_is_examined(
+    tiny: Path, tmp_path: Path, edits: Edits, codes: set[str]
+) -> None:
+    """The model reads four vectors before the tokens."""
+    loop = f"{LOOP}            x = block(x)\n"
+    prefix = [
+        (HEAD, f"        self.prefix = nn.Parameter(torch.randn(4, emb_dim))\n{HEAD}"),
+        (loop, "        x = torch.cat([self.prefix.expand(B, -1, -1), x], dim=1)\n"
+         f"{loop}        x = x[:, 4:]\n"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, [*prefix, *edits])
+    assert {f.code for f in adaptation.deviations} == {"extra_tokens", *codes}
+    assert len(adaptation.unmatched) == adaptation.tensors and adaptation.parity is None
+    confirmed = "confirmed, with GPT-2's other parts in place of yours: "
+    own = [f for f in adaptation.deviations if f.code not in ("extra_tokens", "erf_gelu")]
+    assert all(f.evidence.startswith(confirmed) and "learner.py" in (f.file or "") for f in own)
+
+
+@pytest.mark.parametrize(
+    ("edits", "codes"),
+    [
+        ([], set()),
         ([(GELU, "F.gelu(self.up(x))"), ("/ self.head_dim ** 0.5", "")],
          {"erf_gelu", "no_attn_scale"}),
     ],

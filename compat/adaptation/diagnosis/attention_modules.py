@@ -1,11 +1,12 @@
-"""Examining a model with GPT-2's attention in place of attention that compat does not know.
+"""The modules that compute attention, found by running them, and compat's own in their place.
 
-The modules that compute the unknown attention are replaced by compat's own, so that the rest of
-the model, such as its embeddings, norms, MLPs and head, is mapped and diagnosed like any other.
+Where compat does not know the attention of a model, the rest of it, such as its embeddings, norms,
+MLPs and head, is mapped and diagnosed with GPT-2's attention instead.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ SAME = 1e-3
 
 
 @dataclass
-class UnknownAttention:
+class AttentionModule:
     """A module that computes attention, and what else of a block it computes.
 
     Args:
@@ -56,7 +57,7 @@ class UnknownAttention:
 
 def unknown_attention(
     model: nn.Module, call: Forward, ids: Tensor, nodes: Sequence[Node], config: GPT2Config
-) -> list[UnknownAttention]:
+) -> list[AttentionModule]:
     """Return the modules that compute attention where the nodes are, and all others of their class.
 
     They are the innermost ones that are called with hidden states (B, T, C) and return such, whose
@@ -64,22 +65,36 @@ def unknown_attention(
     """
     paths = {path for node in nodes for path in node.meta.get("modules", ())}
     classes = {type(model.get_submodule(path)) for path in paths}
-    with eval_mode(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        with _parameters(model, _with_noise):  # a projection may be initialized with zeros
-            calls = _calls(model, call, ids, config.n_embd)
-            reading = [each for each in calls if each.readers(0)[1:].any()]
-            inner = [
-                each for each in reading
-                if not any(other.path.startswith(f"{each.path}.") for other in reading)
-            ]  # fmt: skip
-            found = next((type(e.module) for e in inner if type(e.module) in classes), None)
-            return [each.examined() for each in calls if type(each.module) is found]
+    with _with_noise(model):
+        calls = _calls(model, call, ids, config.n_embd)
+        reading = [each for each in calls if each.readers(0)[1:].any()]
+        inner = [
+            each for each in reading
+            if not any(other.path.startswith(f"{each.path}.") for other in reading)
+        ]  # fmt: skip
+        found = next((type(e.module) for e in inner if type(e.module) in classes), None)
+        return [each.examined() for each in calls if type(each.module) is found]
+
+
+def first_block(
+    model: nn.Module, call: Forward, ids: Tensor, config: GPT2Config
+) -> AttentionModule | None:
+    """Return the first of the outermost modules that compute attention, of a class with several."""
+    with _with_noise(model):
+        calls = _calls(model, call, ids, config.n_embd)
+        reading = [each for each in calls if each.readers(0)[1:].any()]
+        count = Counter(type(each.module) for each in reading)
+        several = [each for each in reading if count[type(each.module)] > 1]
+        outer = [
+            each for each in several
+            if not any(each.path.startswith(f"{other.path}.") for other in several)
+        ]  # fmt: skip
+        return outer[0].examined() if outer else None
 
 
 @contextmanager
 def attention_replaced(
-    model: nn.Module, unknown: Sequence[UnknownAttention], config: GPT2Config
+    model: nn.Module, unknown: Sequence[AttentionModule], config: GPT2Config
 ) -> Iterator[None]:
     """Replace these modules by compat's own in the body."""
     with ExitStack() as stack:
@@ -95,7 +110,7 @@ def attention_replaced(
 class _Replacement(nn.Module):
     """GPT-2's attention, with those parts of a block that the replaced module computes too."""
 
-    def __init__(self, unknown: UnknownAttention, layer: int, config: GPT2Config) -> None:
+    def __init__(self, unknown: AttentionModule, layer: int, config: GPT2Config) -> None:
         super().__init__()
         config = replace(config, attn_pdrop=0.0, resid_pdrop=0.0)
         eps, bias = config.layer_norm_epsilon, config.layer_norm_bias
@@ -145,7 +160,7 @@ class _Call:
         changed_at: Tensor = difference > SAME * before.norm(dim=(0, 2))
         return changed_at
 
-    def examined(self) -> UnknownAttention:
+    def examined(self) -> AttentionModule:
         x, width = self.x, self.x.shape[-1]
         with _parameters(self.module, torch.zeros_like):
             rest = self.on(x)
@@ -155,7 +170,7 @@ class _Call:
         large, larger = (self.on(s * x) - s * x * added for s in (100, 1000))
         # Attention has four matrices C × C, and the MLP as many as eight.
         matrices = [p.numel() for p in self.module.parameters() if p.ndim > 1 and width in p.shape]
-        return UnknownAttention(
+        return AttentionModule(
             path=self.path,
             module=self.module,
             item=self.item,
@@ -200,8 +215,17 @@ def _hidden_states(values: object, width: int) -> list[Tensor]:
     ]  # fmt: skip
 
 
-def _with_noise(parameter: Tensor) -> Tensor:
-    return parameter + 0.1 * torch.randn_like(parameter)
+@contextmanager
+def _with_noise(model: nn.Module) -> Iterator[None]:
+    """Add noise to all parameters in the body; a projection may be initialized with zeros."""
+
+    def noisy(parameter: Tensor) -> Tensor:
+        return parameter + 0.1 * torch.randn_like(parameter)
+
+    with eval_mode(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        with _parameters(model, noisy):
+            yield
 
 
 @contextmanager
