@@ -1099,6 +1099,31 @@ def test_files_that_the_model_imports_are_edited_together(
     assert found is not None and found.texts == {str(tmp_path / "flags.py"): "bias = True\n"}
 
 
+def test_a_rotation_is_removed_in_the_branch_that_is_not_run_too(
+    small: Checkpoint, tmp_path: Path
+) -> None:
+    rotate = """def rotate(x):
+    T, D = x.shape[-2:]
+    angles = torch.arange(T)[:, None] * 100 ** -(torch.arange(0, D, 2) / D)
+    a, b, cos, sin = x[..., 0::2], x[..., 1::2], angles.cos(), angles.sin()
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+
+
+class Attention("""
+    branches = """        if T > 999:
+            keys = keys.float()
+            queries, keys = rotate(queries), rotate(keys)
+        else:
+            queries, keys = rotate(queries), rotate(keys)
+        scores = queries"""
+    text = BOOK.replace("class Attention(", rotate).replace("        scores = queries", branches)
+    path = tmp_path / "gpt.py"
+    path.write_text(text)
+    found = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False).run()
+    assert found is not None and found.fixed == ["rope"]
+    assert "rotate(queries)" in text and "rotate(queries)" not in found.texts[str(path)]
+
+
 def test_a_size_that_is_imported_from_another_file_is_replaced(
     small: Checkpoint, tmp_path: Path
 ) -> None:

@@ -161,7 +161,7 @@ def without_rotation(site: Site) -> Iterator[Edits]:
     """Remove the calls that rotate q and k; a table of positions is added afterwards."""
     edits: Edits = []
     statements: list[ast.stmt] = []
-    for statement in dict.fromkeys(each.statement for each in site.everywhere):
+    for statement in _rotating(site):
         match statement:
             case ast.Assign([ast.Tuple(targets)], ast.Tuple(calls)):
                 pass
@@ -187,6 +187,17 @@ def without_rotation(site: Site) -> Iterator[Edits]:
     edits += _removed_together(statements)
     if edits:
         yield edits
+
+
+def _rotating(site: Site) -> list[ast.stmt]:
+    """Return the statements of the finding, and others that call the same, as in another branch."""
+    found = dict.fromkeys(each.statement for each in site.everywhere)
+    for each in site.everywhere:
+        names = {code_of(call.func) for call in each.calls if ROTATION.search(code_of(call.func))}
+        for statement in find(ast.Assign, each.region):
+            if any(code_of(call.func) in names for call in find(ast.Call, statement)):
+                found[statement] = None
+    return list(found)
 
 
 def _removed_together(statements: list[ast.stmt]) -> Edits:

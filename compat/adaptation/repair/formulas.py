@@ -87,10 +87,15 @@ def _constants(site: Site) -> set[str]:
 
 
 def removed(statement: ast.stmt) -> Edit:
-    """Return the removal of a statement, and of the `if` around it if it is alone there."""
+    """Return the removal of a statement, and of the `if` around it if it is alone there.
+
+    One that is alone in another place, such as a branch of an `if` with an `else`, becomes `pass`.
+    """
     above = parent_of(statement)
     while isinstance(above, ast.If) and not above.orelse and above.body == [statement]:
         statement, above = above, parent_of(above)
+    if [statement] in (getattr(above, "body", []), getattr(above, "orelse", [])):
+        return Edit.replace(statement, "pass")
     return Edit.remove(statement)
 
 
