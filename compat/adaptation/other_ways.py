@@ -26,7 +26,7 @@ from compat.adaptation.diagnosis.findings import limits_of, no_head, unexplained
 from compat.adaptation.diagnosis.proof import end_to_end
 from compat.adaptation.diagnosis.survey import after, computed_by, survey, wrong_mask
 from compat.adaptation.inputs import find_call
-from compat.adaptation.mapping.assignments import BatchFirst
+from compat.adaptation.mapping.assignments import BatchFirst, names_without_tied_head
 from compat.adaptation.mapping.by_calls import map_by_calls
 from compat.adaptation.mapping.embeddings import embedding_of
 from compat.adaptation.part import of_part, with_part
@@ -44,8 +44,6 @@ from compat.adaptation.tracing.rewrites import (
     split_projections,
 )
 from compat.adaptation.tracing.watched import attention_at
-from compat.checkpoint import Checkpoint
-from compat.checkpoint.layout import HEAD
 from compat.errors import AdaptError, CompatError
 from compat.loading import load_into
 from compat.name_map import NameMap
@@ -260,7 +258,7 @@ def _survey(run: Run, error: UnknownPart) -> Adaptation:
     graph = to_graph(run.model, run.call, run.ids)
     attention = _unused_attention(run, graph, error)
     findings = survey(graph, run.model, run.config, error, graph.nodes, attention=attention)
-    return run.result(NameMap(()), None, findings, _names(run.checkpoint))
+    return run.result(NameMap(()), None, findings, names_without_tied_head(run.checkpoint))
 
 
 def _unused_attention(run: Run, graph: Graph, error: UnknownPart) -> list[Place]:
@@ -313,7 +311,7 @@ def _with_own_attention(
         adaptation,
         findings=_beside_own(findings, surveyed, part),
         name_map=NameMap(tuple(rows), adaptation.name_map.zeros),
-        unmatched=[name for name in _names(run.checkpoint) if name not in mapped],
+        unmatched=[name for name in names_without_tied_head(run.checkpoint) if name not in mapped],
         parity=None,
         find_taps=list,
     )
@@ -372,12 +370,6 @@ def _beside_own(findings: Sequence[Finding], surveyed: list[Finding], part: str)
     return surveyed + [
         replace(found, evidence=found.evidence.replace("confirmed:", confirmed)) for found in rest
     ]
-
-
-def _names(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of the checkpoint's tensors, without a tied head."""
-    tied = {HEAD} if checkpoint.config.tie_word_embeddings else set()
-    return [name for name in checkpoint.infos if name not in tied]
 
 
 def judge_by_calls(run: Run, error: Untraceable) -> Adaptation:

@@ -28,6 +28,7 @@ from compat.adaptation.mapping.assignments import (
     Unmatched,
     drop_misfits,
     find_assignments,
+    names_without_tied_head,
 )
 from compat.adaptation.mapping.module_taps import module_taps
 from compat.adaptation.mapping.taps import find_taps
@@ -140,7 +141,7 @@ class Run:
             model=type(self.model).__name__,
             source=self.checkpoint.source,
             n_layer=self.config.n_layer,
-            tensors=len(self.checkpoint.infos) - self.config.tie_word_embeddings,
+            tensors=len(names_without_tied_head(self.checkpoint)),
             unmatched=list(unmatched),
             name_map=name_map,
             parity=parity,

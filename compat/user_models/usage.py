@@ -69,7 +69,7 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     assigns the parameter to another attribute, it is a config if a size is read from that.
     """
     own = init_source(cls)
-    tensors = "|".join(OF_TENSORS)  # a parameter of which only these are read is no config
+    tensors = "|".join(OF_TENSORS)  # a parameter is not a config if only these are read from it
     name = rf"(?!(?:{tensors})\b)[^\W\d]\w*\b(?!\s*\()"
     reading = rf"""\b{parameter}(?:\.{name}|\[["']|\.get\()"""
     direct = re.search(rf"""{reading}|getattr\(\s*{parameter}\s*,""", own)

@@ -589,9 +589,9 @@ class Factors(GPT):
         return x + block.mlp(block.ln_2(x))
 
 
-def another_block(**sizes: int) -> nn.Module:
+def another_block(number: int = 1, **sizes: int) -> nn.Module:
     model = GPT()
-    model.blocks[1] = Block(**{"emb_dim": 24, "heads": 4, "inner": 96, **sizes})
+    model.blocks[number] = Block(**{"emb_dim": 24, "heads": 4, "inner": 96, **sizes})
     return model
 
 
@@ -672,6 +672,10 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "one block's heads": (
         lambda: another_block(heads=2),
         {"n_head_mismatch": "2 heads, but the checkpoint has 4 (only in h.1)"},
+    ),
+    "the first block's heads": (
+        lambda: another_block(0, heads=2),
+        {"n_head_mismatch": "2 heads, but the checkpoint has 4 (only in h.0)"},
     ),
     "a stacked list": (StackedList, {"no_mlp_bias": "no bias"}),
     "a stacked parameter": (StackedMlp, {"no_mlp_bias": "no bias"}),

@@ -1114,7 +1114,8 @@ class Attention("""
             keys = keys.float()
             queries, keys = rotate(queries), rotate(keys)
         else:
-            queries, keys = rotate(queries), rotate(keys)
+            queries = rotate(queries)
+            keys = rotate(keys)
         scores = queries"""
     text = BOOK.replace("class Attention(", rotate).replace("        scores = queries", branches)
     path = tmp_path / "gpt.py"
@@ -1122,6 +1123,20 @@ class Attention("""
     found = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False).run()
     assert found is not None and found.fixed == ["rope"]
     assert "rotate(queries)" in text and "rotate(queries)" not in found.texts[str(path)]
+    assert "        else:\n            pass\n        scores" in found.texts[str(path)]
+
+
+def test_classes_of_one_name_that_inherit_from_another_in_a_circle_end() -> None:
+    """Two files may define a class of one name."""
+    texts = {
+        "a.py": "class Norm(Base):\n    x = 1\n",
+        "b.py": "class Base(Norm):\n    y = 2\n\nclass Norm(Base):\n    pass\n",
+    }
+    sources = {name: Source(name, text) for name, text in texts.items()}
+    finding = Finding("relu", "breaks", None, "a.py", 2, None, "", "", "")
+    site = Site(finding, sources, GPT2Config(), GPT2Config())
+    names = [(each.name, vars(each)["source"].file) for each in site.lineage(site.cls)]
+    assert names == [("Norm", "a.py"), ("Base", "b.py"), ("Norm", "b.py")]
 
 
 def test_a_size_that_is_imported_from_another_file_is_replaced(

@@ -1137,9 +1137,14 @@ def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
 
 @deviation("the model has {heads}, but the checkpoint has {expected}", "n_head={expected}")
 def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
-    found, expected = context.n_head, context.config.n_head
-    if found is not None and found != expected:
-        place = source.running(context.graph, [context.anatomy.layers[0].attention_ops[0].q.node])
+    expected = context.config.n_head
+    by_layer = [attention.q.index.shape[1] for attention in context.mapping.attentions]
+    for found in dict.fromkeys(by_layer):
+        if found == expected:
+            continue
+        layers = [i for i, n_head in enumerate(by_layer) if n_head == found]
+        op = context.anatomy.layers[layers[0]].attention_ops[0]
+        place = source.running(context.graph, [op.q.node])
         heads = "1 head" if found == 1 else f"{found} heads"
         values = {"found": found, "heads": heads, "expected": expected}
         pattern = rf"(\w+) *= *{found}\b"
@@ -1147,23 +1152,9 @@ def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
             line for line in source.mentions(context.model, pattern)
             if any(role_of(name) == "n_head" for name in re.findall(pattern, line.text))
         ]  # fmt: skip
+        changes = Changes(n_head=found) if len(layers) == len(by_layer) else None
         lines = [place, *written]
-        yield Deviation("h.0.probs", place, values, Changes(n_head=found), lines=lines)
-
-
-@detects("n_head_mismatch")
-def n_head_of_some_layers(context: DiagnosisContext) -> Iterator[Deviation]:
-    """Detect layers that have another number of heads than the first one."""
-    by_layer = [attention.q.index.shape[1] for attention in context.mapping.attentions]
-    others = [i for i, found in enumerate(by_layer) if found != context.n_head]
-    if context.n_head is None or not others:
-        return
-    found, expected = by_layer[others[0]], context.config.n_head
-    op = context.anatomy.layers[others[0]].attention_ops[0]
-    heads = "1 head" if found == 1 else f"{found} heads"
-    values = {"found": found, "heads": heads, "expected": expected}
-    place = source.running(context.graph, [op.q.node])
-    yield Deviation(f"h.{others[0]}.probs", place, values, layers=others)
+        yield Deviation(f"h.{layers[0]}.probs", place, values, changes, lines=lines, layers=layers)
 
 
 @deviation(

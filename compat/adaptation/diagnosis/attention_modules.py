@@ -67,11 +67,8 @@ def unknown_attention(
     classes = {type(model.get_submodule(path)) for path in paths}
     with _with_noise(model):
         calls = _calls(model, call, ids, config.n_embd)
-        reading = [each for each in calls if each.readers(0)[1:].any()]
-        inner = [
-            each for each in reading
-            if not any(other.path.startswith(f"{each.path}.") for other in reading)
-        ]  # fmt: skip
+        reading = [each for each in calls if each.reads_earlier]
+        inner = [each for each in reading if not any(other.is_in(each) for other in reading)]
         found = next((type(e.module) for e in inner if type(e.module) in classes), None)
         return [each.examined() for each in calls if type(each.module) is found]
 
@@ -82,14 +79,12 @@ def first_block(
     """Return the first of the outermost modules that compute attention, of a class with several."""
     with _with_noise(model):
         calls = _calls(model, call, ids, config.n_embd)
-        reading = [each for each in calls if each.readers(0)[1:].any()]
+        reading = [each for each in calls if each.reads_earlier]
         count = Counter(type(each.module) for each in reading)
         several = [each for each in reading if count[type(each.module)] > 1]
-        outer = [
-            each for each in several
-            if not any(each.path.startswith(f"{other.path}.") for other in several)
-        ]  # fmt: skip
-        return outer[0].examined() if outer else None
+        outer = (each for each in several if not any(each.is_in(other) for other in several))
+        block = next(outer, None)
+        return None if block is None else block.examined()
 
 
 @contextmanager
@@ -150,6 +145,15 @@ class _Call:
         result = self.module(*args, **kwargs)
         out: Tensor = result if self.item is None else result[self.item]
         return out
+
+    def is_in(self, other: _Call) -> bool:
+        """Return whether the module is a submodule of another's."""
+        return self.path.startswith(f"{other.path}.")
+
+    @property
+    def reads_earlier(self) -> bool:
+        """Whether the results at later tokens depend on the first one."""
+        return bool(self.readers(0)[1:].any())
 
     def readers(self, position: int) -> Tensor:
         """Return (T,), whether the result at each token depends on the input at this position."""

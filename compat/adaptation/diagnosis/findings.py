@@ -65,9 +65,7 @@ def unexplained(tap: str | None, place: Place | None, message: str, evidence: st
 
 def no_head(graph: Graph, missing: NoHead) -> Finding:
     """Return the finding for a model that returns hidden states."""
-    by_name = {node.name: node for node in graph.nodes}  # of another graph of the same model
-    node = by_name.get(missing.node.name)
-    lines = graph.places(node) if node is not None else []  # first that of the model's own forward
+    lines = [line for node in graph.same([missing.node]) for line in graph.places(node)]
     deviation = Deviation("logits", None, {"table": missing.table}, code="no_head", lines=lines)
     return finding(deviation, "breaks", "compat added this head to compare the logits")
 

@@ -214,11 +214,8 @@ def head_width(context: DiagnosisContext) -> Iterator[Deviation]:
         return
     width, n_head = context.anatomy.width, context.config.n_head
     values = {"found": found, "n_embd": width, "n_head": n_head, "expected": width // n_head}
-    layer, attention, message = context.anatomy.layers[0], context.mapping.attentions[0], ""
-    parameters = context.graph.parameters_between(layer.qkv, [layer.x1])
-    place = context.owner_of("h.0.attn.c_attn.weight")
-    if place is None and parameters:  # not mapped, as where heads share a key
-        place = source.built(context.model, context.graph.names[parameters[0]])
+    attention, message = context.mapping.attentions[0], ""
+    place = context.owner_of("h.0.attn.c_attn.weight") or _built_qkv(context)
     q, v = attention.q.index.shape[3], attention.v.index.shape[3]
     if q != v:
         message = (
@@ -367,10 +364,8 @@ def _missing(code: str) -> Detector:
         place = None if code == "no_ln_weight" else context.owner_of(f"{module}.weight")
         if place is None and norm is not None:
             place = source.torch_built(context.model, [norm.end])
-        if place is None and code == "no_qkv_bias":  # of keys that several heads share
-            layer = context.anatomy.layers[0]
-            weights = context.graph.parameters_between(layer.qkv_ends, [layer.x1])
-            place = source.built(context.model, context.graph.names[weights[0]])
+        if place is None and code == "no_qkv_bias":
+            place = _built_qkv(context)
         if place is None:
             end = context.anatomy.layers[0].attn if norm is None else norm.end
             place = source.running(context.graph, [end])
@@ -381,6 +376,16 @@ def _missing(code: str) -> Detector:
         yield Deviation(_first_tap(tensors[0]), place, values, changes, lines=lines)
 
     return detect
+
+
+def _built_qkv(context: DiagnosisContext) -> Place | None:
+    """Return the line that builds the first projection of q, k and v.
+
+    It is known also where these are not mapped, as where several heads share a key.
+    """
+    layer = context.anatomy.layers[0]
+    weights = context.graph.parameters_between(layer.qkv_ends, [layer.x1])
+    return source.built(context.model, context.graph.names[weights[0]]) if weights else None
 
 
 def _partly_missing_biases(context: DiagnosisContext) -> list[str]:

@@ -47,7 +47,7 @@ def survey(
         replaced_by: the part of GPT-2 with which the rest of the model was examined, if it was.
         attention: the lines that compute attention, if none of it is in the graph.
     """
-    part = _same(graph, unknown.nodes)
+    part = graph.same(unknown.nodes)
     place = source.running(graph, part)
     place = (unknown.code == "batch_first" and source.torch_built(model, part)) or place
     values = {"n_embd": config.n_embd, **unknown.values}
@@ -88,14 +88,8 @@ def computed_by(graph: Graph, modules: Sequence[str]) -> list[Node]:
 
 def after(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
     """Return these nodes, of another graph of the same model, and all that depend on them."""
-    first = {*_same(graph, nodes)}
+    first = {*graph.same(nodes)}
     return [node for node in graph.nodes if first & {node, *graph.ancestors.get(node, ())}]
-
-
-def _same(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
-    """Return the same nodes as these, of another graph of the same model."""
-    by_name = {node.name: node for node in graph.nodes}
-    return [by_name[node.name] for node in nodes if node.name in by_name]
 
 
 def _deviations(

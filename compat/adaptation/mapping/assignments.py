@@ -930,8 +930,15 @@ def drop_misfits(graph: Graph, found: Assignments, checkpoint: Checkpoint) -> Un
                     unmatched.partly[hf] = absent
             continue
         del found.by_tensor[hf]
-    tied = {HEAD} if checkpoint.config.tie_word_embeddings else set()
-    if HEAD in checkpoint.infos.keys() - tied - found.by_tensor.keys() - unmatched.shapes.keys():
+    unmatched.names = [
+        hf for hf in names_without_tied_head(checkpoint) if hf not in found.by_tensor
+    ]
+    if HEAD in unmatched.names and HEAD not in unmatched.shapes:
         unmatched.shared[HEAD] = EMBEDDING  # the model ties its head
-    unmatched.names = [hf for hf in checkpoint.infos if hf not in found.by_tensor.keys() | tied]
     return unmatched
+
+
+def names_without_tied_head(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the checkpoint's tensors, without that of a tied head."""
+    tied = checkpoint.config.tie_word_embeddings
+    return [name for name in checkpoint.infos if not (tied and name == HEAD)]

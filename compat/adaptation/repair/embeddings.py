@@ -9,7 +9,14 @@ from collections.abc import Iterator
 
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, fixes
-from compat.adaptation.repair.formulas import formulas, inputs, only, removed, unused
+from compat.adaptation.repair.formulas import (
+    formulas,
+    inputs,
+    only,
+    removed,
+    removed_together,
+    unused,
+)
 from compat.adaptation.repair.held import place_of
 from compat.adaptation.repair.source import (
     block_of,
@@ -184,7 +191,7 @@ def without_rotation(site: Site) -> Iterator[Edits]:
         else:
             pairs = zip(rotations, arguments, strict=True)
             edits += [Edit.replace(call, ", ".join(codes)) for call, codes in pairs]
-    edits += _removed_together(statements)
+    edits += removed_together(statements)
     if edits:
         yield edits
 
@@ -198,17 +205,6 @@ def _rotating(site: Site) -> list[ast.stmt]:
             if any(code_of(call.func) in names for call in find(ast.Call, statement)):
                 found[statement] = None
     return list(found)
-
-
-def _removed_together(statements: list[ast.stmt]) -> Edits:
-    """Return the removal of statements, and of an `if` around them if it has no others."""
-    found: list[ast.stmt] = []
-    for statement in statements:
-        above = parent_of(statement)
-        if isinstance(above, ast.If) and not above.orelse and set(above.body) <= {*statements}:
-            statement = above
-        found.append(statement)
-    return [removed(statement) for statement in dict.fromkeys(found)]
 
 
 @fixes("no_pos")

@@ -176,6 +176,15 @@ class Site:
         """Yield the nodes of a kind in all files."""
         return (node for source in self.sources.values() for node in find(kind, source.tree))
 
+    def lineage(self, cls: ast.ClassDef) -> list[ast.ClassDef]:
+        """Return a class and those of the user's files that it inherits from, itself first."""
+        found = [cls]
+        for each in found:  # which grows
+            names = {base.id for base in each.bases if isinstance(base, ast.Name)}
+            above = (other for other in self.every(ast.ClassDef) if other.name in names)
+            found += [other for other in above if other not in found]
+        return found
+
     def new_name(self, *names: str) -> str:
         """Return the first of the names that the function does not use."""
         within = self.region

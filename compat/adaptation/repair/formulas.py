@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site
@@ -87,16 +87,32 @@ def _constants(site: Site) -> set[str]:
 
 
 def removed(statement: ast.stmt) -> Edit:
-    """Return the removal of a statement, and of the `if` around it if it is alone there.
+    """Return the removal of a statement, as `removed_together` does."""
+    [edit] = removed_together([statement])
+    return edit
 
-    One that is alone in another place, such as a branch of an `if` with an `else`, becomes `pass`.
+
+def removed_together(statements: Sequence[ast.stmt]) -> Edits:
+    """Return the removal of statements, and of an `if` without an `else` that has no others.
+
+    In another place that has no others, such as a branch with an `else`, the first becomes `pass`.
     """
-    above = parent_of(statement)
-    while isinstance(above, ast.If) and not above.orelse and above.body == [statement]:
-        statement, above = above, parent_of(above)
-    if [statement] in (getattr(above, "body", []), getattr(above, "orelse", [])):
-        return Edit.replace(statement, "pass")
-    return Edit.remove(statement)
+    removals: dict[ast.stmt, None] = {}
+    without = {*statements}
+    for statement in statements:
+        above = parent_of(statement)
+        while isinstance(above, ast.If) and not above.orelse and {*above.body} <= without:
+            without.add(above)
+            statement, above = above, parent_of(above)
+        removals[statement] = None
+    edits = []
+    for statement in removals:
+        above = parent_of(statement)
+        bodies = (getattr(above, name, []) for name in ("body", "orelse"))
+        body = next((each for each in bodies if statement in each), [])
+        is_first = body[:1] == [statement] and {*body} <= without
+        edits.append(Edit.replace(statement, "pass") if is_first else Edit.remove(statement))
+    return edits
 
 
 def only(node: ast.expr, part: ast.expr) -> Edits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from compat.adaptation.repair.edits import Edit, Edits
@@ -110,17 +110,17 @@ def definition(site: Site, node: ast.expr) -> ast.expr | None:
 
     What an attribute is replaced by that contains it, as by `compile(self.model)`, is left out.
     """
-    scopes: list[ast.AST | None] = [None]
+    scopes: Sequence[ast.AST] = ()
     if name := own_attribute(node):
         cls = enclosing(node, ast.ClassDef) or site.cls_or_none
-        scopes = [cls, *(_bases(site, cls) if cls is not None else [])]
+        scopes = site.lineage(cls) if cls is not None else ()
     elif isinstance(node, ast.Name):
         name, scopes = node.id, [enclosing(node, ast.FunctionDef) or site.tree]
-    if name is None or scopes[0] is None:
+    if name is None or not scopes:
         return None
     held = own_attribute(node) or ...
     found = [
-        value for scope in reversed(scopes) if scope is not None
+        value for scope in reversed(scopes)
         for value, unpacked in assigned_values(scope, name) if unpacked is None
         and not any(inner is node or own_attribute(inner) == held for inner in ast.walk(value))
         and (isinstance(node, ast.Attribute) or value.lineno <= node.lineno)
@@ -129,13 +129,6 @@ def definition(site: Site, node: ast.expr) -> ast.expr | None:
         pairs = (pair for statement in site.tree.body for pair in assigned(statement))
         found = [value for target, value in pairs if assigns(target, name)]
     return found[-1] if found else None
-
-
-def _bases(site: Site, cls: ast.ClassDef) -> list[ast.ClassDef]:
-    """Return the classes that a class inherits from, where the user's files define them."""
-    names = {name_of(base) for base in cls.bases}
-    bases = [each for each in site.every(ast.ClassDef) if each.name in names and each is not cls]
-    return bases + [above for base in bases for above in _bases(site, base)]
 
 
 def is_number(site: Site, node: ast.AST | None, depth: int = 4) -> bool:

@@ -106,12 +106,10 @@ def _of_name(site: Site, node: ast.Name) -> Iterator[ast.expr]:
 
 def _of_attribute(site: Site, cls: ast.ClassDef, name: str) -> Iterator[ast.expr]:
     """Yield the values of `self.name` in a class, or else in its bases."""
-    own = [*self_assignments(cls, name), *_fields(cls, name)]
-    yield from own
-    if not own:
-        for base in cls.bases:
-            for found in classes(site, base.id if isinstance(base, ast.Name) else ""):
-                yield from _of_attribute(site, found, name)
+    for each in site.lineage(cls):
+        if own := [*self_assignments(each, name), *_fields(each, name)]:
+            yield from own
+            return
 
 
 def _fields(cls: ast.ClassDef, name: str) -> Iterator[ast.expr]:

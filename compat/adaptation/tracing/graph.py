@@ -314,6 +314,11 @@ class Graph:
         places = node.meta.get("repeats", ())
         return places[-1] if places else None
 
+    def same(self, nodes: Iterable[Node]) -> list[Node]:
+        """Return the same nodes as these, of another graph of the same model."""
+        by_name = {node.name: node for node in self.nodes}
+        return [by_name[node.name] for node in nodes if node.name in by_name]
+
     def at(self, *nodes: Node) -> str:
         """Return " at FILE:LINE" of nodes, for messages; "" where no line is known."""
         found = [found for node in nodes if (found := self.place(node))]
