@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from compat.adaptation.anatomy.dissect import NO_ATTENTION, NoHead, UnknownHead, UnknownPart
-from compat.adaptation.diagnosis.attention_modules import (
-    AttentionModule,
-    attention_replaced,
-    first_block,
-    unknown_attention,
+from compat.adaptation.diagnosis.attention_nodes import (
+    AttentionNodes,
+    attention_nodes,
+    own_attention,
 )
 from compat.adaptation.diagnosis.findings import limits_of, no_head, unexplained, untraced
+from compat.adaptation.diagnosis.first_block import first_block
 from compat.adaptation.diagnosis.proof import end_to_end
-from compat.adaptation.diagnosis.survey import after, computed_by, survey, wrong_mask
+from compat.adaptation.diagnosis.survey import after, survey, wrong_mask
 from compat.adaptation.inputs import find_call
 from compat.adaptation.mapping.assignments import BatchFirst, names_without_tied_head
 from compat.adaptation.mapping.by_calls import map_by_calls
@@ -32,9 +32,10 @@ from compat.adaptation.mapping.embeddings import embedding_of
 from compat.adaptation.part import of_part, with_part
 from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.stages import Mapped, Run, WithHead, judge, map_graph
-from compat.adaptation.tracing.calling import Forward, find_signature
+from compat.adaptation.tracing.calling import Wrapped, find_signature
 from compat.adaptation.tracing.graph import Graph, Place, kind, size
 from compat.adaptation.tracing.record import Untraceable, to_graph
+from compat.adaptation.tracing.replaced import WithReplaced
 from compat.adaptation.tracing.rewrites import (
     SOFTMAXES,
     drop_low_rank_terms,
@@ -48,9 +49,6 @@ from compat.errors import AdaptError, CompatError
 from compat.loading import load_into
 from compat.name_map import NameMap
 from compat.user_models.eval_mode import eval_mode
-
-# Deviations that are unknown where it is unknown whether a module adds its input to its result.
-OF_SHORTCUTS = {"missing_residual", "residual_from_norm", "missing_ln", "post_ln"}
 
 # Rewrites of a graph, and whether parts that GPT-2 does not have are accepted after them.
 REWRITES: tuple[tuple[Callable[[Graph], bool], bool], ...] = (
@@ -69,7 +67,7 @@ BY_HAND = (
 
 
 @dataclass(frozen=True)
-class _OutputOf:
+class _OutputOf(Wrapped):
     """The call of a model that returns the hidden states which one of its modules computes.
 
     Args:
@@ -77,7 +75,6 @@ class _OutputOf:
         module: the path of the module.
     """
 
-    call: Forward
     module: str
 
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
@@ -273,35 +270,43 @@ def _with_own_part(run: Run, error: UnknownPart) -> Adaptation:
     """Map, load and judge the model with GPT-2's attention or head in place of an unknown one.
 
     Raises:
-        AdaptError: no modules compute the unknown part, or the rest cannot be mapped either.
+        AdaptError: the unknown part is not attention, or the rest cannot be mapped either.
     """
     graph = to_graph(run.model, run.call, run.ids)
     if isinstance(error, UnknownHead):
         return _with_own_head(run, graph, error)
-    unknown: list[AttentionModule] = []
-    if not _unused_attention(run, graph, error):
-        with suppress(Exception):  # the user's modules fail on other hidden states
-            unknown = unknown_attention(run.model, run.call, run.ids, error.nodes, run.config)
+    if _unused_attention(run, graph, error):
+        raise error
+    unknown: list[AttentionNodes] = []
+    with suppress(RuntimeError, LookupError, ValueError):  # the graph fails on other values
+        unknown = attention_nodes(graph, graph.same(error.nodes), run.config.n_embd)
     if not unknown:
         raise error
     return _with_own_attention(run, graph, error, unknown)
 
 
 def _with_own_attention(
-    run: Run, graph: Graph, error: UnknownPart, unknown: Sequence[AttentionModule]
+    run: Run, graph: Graph, error: UnknownPart, unknown: Sequence[AttentionNodes]
 ) -> Adaptation:
-    """Judge the model with GPT-2's attention in place of the modules that compute it."""
-    config, model = run.config, run.model
-    with attention_replaced(model, unknown, config):
-        adaptation = _judge_partly(run)
-    findings = adaptation.findings
-    if not all(each.shortcut_known for each in unknown):
-        findings = [found for found in findings if found.code not in OF_SHORTCUTS]
-    part = "block" if unknown[0].has_mlp else "attention"
-    nodes = computed_by(graph, [each.path for each in unknown])
-    surveyed = survey(graph, model, config, error, nodes, replaced_by=part)
+    """Judge the model with GPT-2's attention in place of the operations that compute it."""
+    model, config, name = run.model, run.config, "attention_of_compat"
+    parts = [(each.start, each.end) for each in unknown]
+    model.add_module(name, own_attention(config, len(parts)).to(next(model.parameters()).dtype))
+    try:
+        adaptation = _judge_partly(replace(run, call=WithReplaced(run.call, parts, name)))
+    finally:
+        delattr(model, name)
+    if _finds_other_layers(adaptation):  # what was replaced was not attention
+        raise error
+    nodes = [node for each in unknown for node in each.nodes]
+    mixing = [each.mixes for each in unknown]
+    if error.code == NO_ATTENTION:
+        error.nodes = mixing
+    surveyed = survey(graph, model, config, error, nodes, replaced_by="attention")
+    ends = f"its input is computed{graph.at(parts[0][0])}, its result{graph.at(parts[0][1])}"
+    surveyed[0] = replace(surveyed[0], evidence=f"{surveyed[0].evidence}; {ends}")
     attended = torch.stack([each.attended for each in unknown]).any(dim=0)
-    if part == "attention" and (masked := wrong_mask(graph, nodes, attended)):
+    if masked := wrong_mask(graph, nodes, mixing, attended):
         surveyed.append(masked)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rows = adaptation.name_map.expand(config.n_layer)
@@ -309,12 +314,16 @@ def _with_own_attention(
     mapped = {row.hf for row in rows}
     return replace(
         adaptation,
-        findings=_beside_own(findings, surveyed, part),
+        findings=_beside_own(adaptation.findings, surveyed, "attention"),
         name_map=NameMap(tuple(rows), adaptation.name_map.zeros),
         unmatched=[name for name in names_without_tied_head(run.checkpoint) if name not in mapped],
         parity=None,
         find_taps=list,
     )
+
+
+def _finds_other_layers(adaptation: Adaptation) -> bool:
+    return any(finding.code == "n_layer_mismatch" for finding in adaptation.findings)
 
 
 def _judge_partly(run: Run) -> Adaptation:
@@ -329,24 +338,20 @@ def _judge_partly(run: Run) -> Adaptation:
 def _of_first_block(run: Run, known: Sequence[Finding]) -> list[Finding]:
     """Return what else differs in the first block, examined as a block of compat's own model."""
     with suppress(Exception):  # the user's modules fail on other hidden states
-        block = first_block(run.model, run.call, run.ids, run.config)
-        if block is None or not (block.has_mlp or _is_attention_alone(block)):
+        found = first_block(run.model, run.call, run.ids, run.config)
+        if found is None:
             return []
-        name = "h.0" if block.has_mlp else "h.0.attn"
-        whole, prefix = with_part(block.module, name, run.config)
+        block, name = found
+        whole, prefix = with_part(block, name, run.config)
         whole = whole.to(next(run.model.parameters()).dtype)
         call, ids = find_call(whole, run.checkpoint, run.ids)
         adaptation = _judge_partly(replace(run, model=whole, call=call, ids=ids))
-        if any(finding.code == "n_layer_mismatch" for finding in adaptation.findings):
-            return []  # the module computes several blocks
-        adaptation = of_part(adaptation, block.module, name, prefix)
-        found = _beside_own(adaptation.findings, list(known), "other parts")[len(known) :]
-        return [finding for finding in found if finding.severity == "breaks" and finding.file]
+        if _finds_other_layers(adaptation):  # the module computes several blocks
+            return []
+        adaptation = of_part(adaptation, block, name, prefix)
+        new = _beside_own(adaptation.findings, list(known), "other parts")[len(known) :]
+        return [finding for finding in new if finding.severity == "breaks" and finding.file]
     return []
-
-
-def _is_attention_alone(block: AttentionModule) -> bool:
-    return block.shortcut is None and block.shortcut_known and not block.has_norm
 
 
 def _with_own_head(run: Run, graph: Graph, error: UnknownHead) -> Adaptation:

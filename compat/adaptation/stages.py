@@ -33,7 +33,7 @@ from compat.adaptation.mapping.assignments import (
 from compat.adaptation.mapping.module_taps import module_taps
 from compat.adaptation.mapping.taps import find_taps
 from compat.adaptation.result import Adaptation, Finding
-from compat.adaptation.tracing.calling import CallSignature, Forward
+from compat.adaptation.tracing.calling import CallSignature, Forward, Wrapped
 from compat.adaptation.tracing.graph import Graph, size
 from compat.adaptation.tracing.record import to_graph
 from compat.adaptation.tracing.rewrites import (
@@ -91,7 +91,7 @@ def timed(seconds: Stages, stage: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class WithHead:
+class WithHead(Wrapped):
     """The call of a model that returns hidden states, with the token embedding as its head.
 
     Args:
@@ -99,7 +99,6 @@ class WithHead:
         table: the name of the token embedding.
     """
 
-    call: Forward
     table: str
 
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
@@ -122,8 +121,8 @@ class Run:
 
     @property
     def signature(self) -> CallSignature | None:
-        """How the model is called without a head of compat's; None for the user's own function."""
-        call = self.call.call if isinstance(self.call, WithHead) else self.call
+        """How the model is called without parts of compat's; None for the user's own function."""
+        call = self.call.call if isinstance(self.call, Wrapped) else self.call
         return call if isinstance(call, CallSignature) else None
 
     def reference(self) -> Reference:
@@ -264,7 +263,7 @@ def _without_targets(run: Run, findings: Sequence[Finding]) -> list[Finding]:
     """Return what breaks parity only in the call without targets, of the last position."""
     assert run.signature is not None
     plain: Forward = run.signature.without_targets()
-    if isinstance(run.call, WithHead):
+    if isinstance(run.call, Wrapped):
         plain = replace(run.call, call=plain)
     with suppress(Exception):  # the call may require targets
         with eval_mode(run.model):

@@ -6,6 +6,7 @@ import linecache
 import re
 import sys
 from pathlib import Path
+from textwrap import indent
 from types import SimpleNamespace
 from typing import Any
 
@@ -1539,7 +1540,7 @@ def test_the_rest_of_a_model_with_unknown_attention_is_mapped_and_examined(
           ("        self.drop = nn", "        self.norm = LayerNorm(dim)\n        self.drop = nn"),
           (ATTENTION, f"{ATTENTION}        shortcut, x = x, self.norm(x)\n"),
           ("        return self.out_proj(out)", "        return shortcut + self.out_proj(out)")],
-         "attn ln_1"),
+         "attn"),
     ],
 )  # fmt: skip
 def test_unknown_attention_may_compute_the_norm_and_the_shortcut_too(
@@ -1550,26 +1551,73 @@ def test_unknown_attention_may_compute_the_norm_and_the_shortcut_too(
     assert {name.split(".")[2] for name in adaptation.unmatched} == set(missing.split())
 
 
-def test_a_model_whose_blocks_compute_unknown_attention_is_examined_around_them(
-    tiny: Path, tmp_path: Path
+IN_ATTENTION = GPT[
+    GPT.index("        B, T, C = x.shape\n") : GPT.index("        return self.out_pr")
+]
+IN_BLOCK = GPT[GPT.index("        shortcut = x\n") : GPT.index("        return x\n")]
+OF_HEADS = IN_ATTENTION[IN_ATTENTION.index("        scores = ") :]
+# Attention of other structures, and the line at which it first reads several tokens.
+OTHER_ATTENTION = {
+    "cumulative means": (
+        "        out = x.cumsum(1) / torch.arange(1, T + 1)[:, None]\n",
+        "x.cumsum(1)",
+    ),
+    "linear attention": (
+        "        queries, keys = F.elu(queries) + 1, F.elu(keys) + 1\n"
+        "        total = torch.einsum('bhtd,bhte->bhtde', keys, values).cumsum(2)\n"
+        "        out = torch.einsum('bhtd,bhtde->bhte', queries, total)\n"
+        "        out = out.transpose(1, 2).reshape(B, T, C)\n",
+        ".cumsum(2)",
+    ),
+    "a recurrent state": (
+        "        state, outs = torch.zeros(B, self.heads, self.head_dim, self.head_dim), []\n"
+        "        for t in range(T):\n"
+        "            state = 0.9 * state + keys[:, :, t, :, None] * values[:, :, t, None, :]\n"
+        "            outs.append((queries[:, :, t, :, None] * state).sum(2))\n"
+        "        out = torch.stack(outs, 1).reshape(B, T, C)\n",
+        "state = 0.9 * state",
+    ),
+    "distances instead of products": (
+        "        scores = -(queries.unsqueeze(3) - keys.unsqueeze(2)).abs().sum(-1)\n"
+        "        scores = scores.masked_fill(self.mask[:T, :T].bool(), float('-inf'))\n"
+        "        out = (torch.softmax(scores, -1) @ values).transpose(1, 2).reshape(B, T, C)\n",
+        "queries.unsqueeze(3) - keys.unsqueeze(2)",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("edits", "codes"),
+    [
+        ([], set()),
+        ([(GELU, "F.gelu(self.up(x))"), ("        x = self.final_norm(x)\n", ""),
+          ("self.tok_emb(ids) +", "self.tok_emb(ids) * 24 ** 0.5 +")],
+         {"erf_gelu", "no_final_ln", "scaled_embedding"}),
+        ([("        self.norm2 = LayerNorm(dim)\n", "        self.norm2 = nn.Identity()\n")],
+         {"missing_ln"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("inline_in", ["block", "model"])
+@pytest.mark.parametrize("structure", OTHER_ATTENTION)
+def test_a_model_with_unknown_attention_in_its_blocks_or_forward_is_examined_around_it(
+    tiny: Path, tmp_path: Path, structure: str, inline_in: str, edits: Edits, codes: set[str]
 ) -> None:
-    text = GPT
-    for old, new in MEMORY:
-        text = text.replace(old, new)
-    lines = text[
-        text.index("        B, T, C = x.shape\n") : text.index("        return self.out_pr")
-    ]
-    inline = f"{lines.replace('self.', 'self.att.')}        x = self.att.out_proj(out)\n"
-    edits = [
-        MEMORY[0],
-        ("        x = self.att(x)\n", inline),
-        ("self.tok_emb(ids) +", "self.tok_emb(ids) * 24 ** 0.5 +"),
-    ]
-    adaptation = adapted(tiny, tmp_path, edits)
-    assert {f.code for f in adaptation.deviations} == {"unknown_part", "scaled_embedding"}
-    assert "examined with GPT-2's block" in adaptation.findings[0].evidence
-    rows = {row.hf for row in adaptation.name_map.rows}
-    assert rows == {"wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias", "lm_head.weight"}
+    heads, mixing = OTHER_ATTENTION[structure]
+    inner = IN_ATTENTION.replace(OF_HEADS, heads).replace("self.", "self.att.")
+    inner += "        x = self.att.out_proj(out)\n"
+    if inline_in == "block":
+        inline = [("        x = self.att(x)\n", inner)]
+    else:
+        block = IN_BLOCK.replace("        x = self.att(x)\n", inner).replace("self.", "block.")
+        inline = [("            x = block(x)\n", indent(block, "    "))]
+    adaptation = adapted(tiny, tmp_path, [*inline, *edits])
+    assert {f.code for f in adaptation.deviations} == {"no_attention", *codes}
+    unknown = adaptation.findings[0]
+    assert unknown.line and mixing in linecache.getline(unknown.file or "", unknown.line)
+    assert re.search(r"its input is computed at \S*learner.py:\d+, its result at", unknown.evidence)
+    lost = {name for name in adaptation.unmatched if ".attn." in name}
+    assert {name.partition(".attn.")[2] for name in lost} == OF_ATTENTION
+    assert {name.split(".")[-2] for name in {*adaptation.unmatched} - lost} <= {"ln_f", "ln_2"}
 
 
 @pytest.mark.parametrize(

@@ -65,25 +65,24 @@ def survey(
     return found
 
 
-def wrong_mask(graph: Graph, nodes: Sequence[Node], attended: Tensor) -> Finding | None:
+def wrong_mask(
+    graph: Graph, nodes: Sequence[Node], mixing: Sequence[Node], attended: Tensor
+) -> Finding | None:
     """Return the finding for attention of unknown structure whose mask is not causal, or None.
 
     Args:
         graph: the model's graph.
         nodes: those of attention.
+        mixing: those among them that first compute with several tokens.
         attended: (T, T), whether its result at a token depends on another token.
     """
     code, values = mask_code(attended | torch.eye(len(attended), dtype=torch.bool))
     if code is None:
         return None
-    softmax = source.running(graph, nodes, "softmax", "_softmax", *SDPA)
+    softmax = [node for node in nodes if kind(node) in ("softmax", "_softmax", *SDPA)]
     evidence = "observed: the results of attention change with these tokens"
-    return finding(Deviation(None, softmax, values, code=code), "breaks", evidence)
-
-
-def computed_by(graph: Graph, modules: Sequence[str]) -> list[Node]:
-    """Return the nodes that one of the modules at these paths computes."""
-    return [node for node in graph.nodes if {*modules} & {*node.meta.get("modules", ())}]
+    place = source.running(graph, softmax or mixing)
+    return finding(Deviation(None, place, values, code=code), "breaks", evidence)
 
 
 def after(graph: Graph, nodes: Sequence[Node]) -> list[Node]:

@@ -124,6 +124,17 @@ def describe_error(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
+class Wrapped:
+    """A call of a model that changes what another call of it computes.
+
+    Args:
+        call: the other call.
+    """
+
+    call: Forward
+
+
+@dataclass(frozen=True)
 class CallSignature:
     """One signature to call a model with: `signature(model, ids)` returns logits (B, T, V).
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import Counter
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -60,6 +61,10 @@ SELECTIONS = frozenset("mul div where masked_fill index_put".split())
 SCATTERS = {"select": aten.select_scatter.default, "slice": aten.slice_scatter.default}
 
 
+OperationName = tuple[str, tuple[Place, ...], int]
+NO_OPERATION: OperationName = "", (), 0
+
+
 class Untraceable(AdaptError):
     """A model whose call cannot be recorded as a graph."""
 
@@ -92,6 +97,31 @@ def to_graph(model: nn.Module, forward: Forward, input_ids: Tensor) -> Graph:
 def _call(forward: Forward, model: nn.Module, input_ids: Tensor) -> Tensor:
     """Return the frame at which the recorded lines of the user's code begin."""
     return forward(model, input_ids)
+
+
+class Operations:
+    """Names the operations of a call: which one, at which of the user's lines, how many before.
+
+    They have the same names whenever the model is called.
+    """
+
+    def __init__(self) -> None:
+        self.count: Counter[object] = Counter()
+
+    def name(self, func: Any, places: tuple[Place, ...]) -> OperationName:
+        self.count[str(func), places] += 1
+        return str(func), places, self.count[str(func), places]
+
+
+def lines_of_user(frame: FrameType | None, caller: CodeType) -> tuple[Place, ...]:
+    """Return the user's lines that led to a frame, the outermost first, up to this caller."""
+    places: list[Place] = []
+    while frame is not None and frame.f_code is not caller:
+        code = frame.f_code
+        if is_users(code.co_filename):
+            places.append(Place(code.co_filename, frame.f_lineno, code.co_qualname))
+        frame = frame.f_back
+    return tuple(places[::-1])
 
 
 @dataclass
@@ -127,6 +157,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         self.views: dict[int, _View] = {}
         self.sharing: dict[int, list[Tensor]] = {}
         self.source: tuple[tuple[Place, ...], tuple[str, ...]] = (), ()
+        self.operations, self.operation = Operations(), NO_OPERATION
         self.values: dict[Node, Tensor] = {}
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.names = self._inputs(_first_names(model))
@@ -158,7 +189,9 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.einsum.default and not _is_product(str(args[0])):
             with self:
                 return func.decompose(*args)
-        self.source = self._frames(sys._getframe(1))
+        frame = sys._getframe(1)
+        self.source = lines_of_user(frame, _call.__code__), self._modules(frame)
+        self.operation = self.operations.name(func, self.source[0])
         if func.overloadpacket.__name__ in RMS_NORMS:
             args, kwargs = _with_eps(args, kwargs or {}), {}
         node_args, node_kwargs = map_aggregate((args, kwargs or {}), self._argument)
@@ -190,6 +223,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, target: Any, args: Any, kwargs: Any = None) -> Node:
         node = self.graph.call_function(target, tuple(args), dict(kwargs or {}))
         node.meta["places"], node.meta["modules"] = self.source
+        node.meta["operation"] = self.operation
         return node
 
     def _is_known(self, result: Tensor) -> bool:
@@ -311,9 +345,8 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             flat.meta["shape"] = values.meta["shape"] = (number.numel(),)
         return self._record(aten.reshape.default, (values, shape))
 
-    def _frames(self, frame: FrameType | None) -> tuple[tuple[Place, ...], tuple[str, ...]]:
-        """Return the user's lines and the modules that led to an operation, the outermost first."""
-        places: list[Place] = []
+    def _modules(self, frame: FrameType | None) -> tuple[str, ...]:
+        """Return the modules that led to an operation, the outermost first."""
         modules: list[str] = []
         while frame is not None and frame.f_code is not _call.__code__:
             code, caller = frame.f_code, frame.f_back
@@ -321,10 +354,8 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             if code.co_name == "_call_impl" or (code.co_name == "forward" and not called):
                 path = self.paths.get(id(frame.f_locals.get("self")))  # `module.forward(x)` too
                 modules += [path] if path and modules[-1:] != [path] else []
-            if is_users(code.co_filename):
-                places.append(Place(code.co_filename, frame.f_lineno, code.co_qualname))
             frame = caller
-        return tuple(places[::-1]), tuple(modules[::-1])
+        return tuple(modules[::-1])
 
     def finish(self, logits: Tensor) -> Graph:
         """Return the graph of the logits, without repeated and dead operations."""

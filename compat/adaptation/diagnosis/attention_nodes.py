@@ -1,0 +1,205 @@
+"""Attention of unknown structure, found in the graph by its effect, and GPT-2's in its place.
+
+A token's hidden states depend on other tokens through attention alone. So it is where a change at
+one token first changes the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from compat.adaptation.anatomy.dissect import GraphIndex
+from compat.adaptation.tracing.graph import (
+    MOVES,
+    REDUCTIONS,
+    Graph,
+    kind,
+    live_inputs,
+    live_users,
+    random_values,
+    reads_parameter,
+    size,
+)
+from compat.config import GPT2Config
+from compat.dialects.linear import MultiHeadAttention
+
+# The relative difference below which a value is unchanged, in float64.
+SAME = 1e-9
+# More matrices of C² parameters than attention may have; with as many, the MLP is part of it.
+MOST_MATRICES = 6
+
+
+@dataclass(frozen=True)
+class AttentionNodes:
+    """The attention of one layer in a graph.
+
+    Args:
+        start: its input, hidden states (B, T, C).
+        end: its result, of the same shape.
+        mixes: the first operation whose result at a token depends on another.
+        nodes: those that compute the result from the input.
+        attended: (T, T), whether the result at a token depends on the input at another.
+    """
+
+    start: Node
+    end: Node
+    mixes: Node
+    nodes: list[Node]
+    attended: Tensor
+
+
+def own_attention(config: GPT2Config, count: int) -> nn.ModuleList:
+    """Return GPT-2's attention, without dropout, for so many layers."""
+    config = replace(config, attn_pdrop=0.0, resid_pdrop=0.0)
+    return nn.ModuleList(MultiHeadAttention(config, layer) for layer in range(count))
+
+
+def attention_nodes(graph: Graph, unknown: Sequence[Node], width: int) -> list[AttentionNodes]:
+    """Return the attention that computes these nodes, and that of other layers on the same lines.
+
+    It is empty where the MLP cannot be told from attention.
+    """
+    search = _Search(graph, width)
+    found = list(search.layers())
+    lines = {graph.place(n) for each in found if {*unknown} & {*each.nodes} for n in each.nodes}
+    same = [each for each in found if any(graph.place(node) in lines for node in each.nodes)]
+    matrices = [
+        graph.values[node].numel()
+        for each in same[:1]
+        for node in graph.parameters_between([each.end], [each.start])
+        if graph.values[node].ndim > 1
+    ]
+    return [] if sum(matrices) > MOST_MATRICES * width**2 else same
+
+
+class _Search:
+    """Runs of a graph with changes at one token."""
+
+    def __init__(self, graph: Graph, width: int) -> None:
+        self.graph, self.shape = graph, (*graph.shape, width)
+        self.index = GraphIndex(graph)
+        nodes = [node for node in graph.nodes if node in graph.live]
+        self.values: dict[Node, Any] = dict(zip(nodes, self._run(nodes, {}), strict=True))
+
+    def layers(self) -> Iterator[AttentionNodes]:
+        """Yield the attention of each layer, the first one first."""
+        start: Node | None = next((n for n in self.values if size(n) == self.shape), None)
+        while start is not None:
+            mixed = self._mixed(start, self.shape[1] // 2)
+            mixes = min(mixed, key=self.graph.order.__getitem__, default=None)
+            end = None if mixes is None else self._end(mixes, mixed)
+            if mixes is None or end is None:
+                return
+            first = self._input(start, end, mixed)
+            nodes = self.graph.live_between([end], [first])
+            attended = [self._changed(first, end, position) for position in range(self.shape[1])]
+            yield AttentionNodes(first, end, mixes, nodes, torch.stack(attended, dim=1))
+            start = end
+
+    def _run(self, targets: list[Node], known: dict[Node, Any]) -> list[Any]:
+        return self.graph.run(targets, known, self._noisy, finite=True)
+
+    def _noisy(self, parameter: Node) -> Tensor:
+        """Return a parameter with noise, because it may be initialized with zeros."""
+        return self._noise[parameter]
+
+    @cached_property
+    def _noise(self) -> dict[Node, Tensor]:
+        values = self.graph.values
+        return {
+            node: values[node].double() + 0.1 * random_values(values[node].shape, seed)
+            for seed, node in enumerate(self.graph.names)
+        }
+
+    def _after(self, start: Node, position: int, targets: list[Node]) -> dict[Node, Any]:
+        """Return the values of nodes after another value of `start` at one position."""
+        above = self.graph.ancestors
+        changed = self.values[start].clone()
+        changed[:, position] = random_values(changed[:, position].shape)
+        known = {n: value for n, value in self.values.items() if start not in above[n]}
+        return dict(zip(targets, self._run(targets, {**known, start: changed}), strict=True))
+
+    def _mixed(self, start: Node, position: int) -> set[Node]:
+        """Return the nodes whose values for other tokens change too."""
+        after = [n for n in self.values if start in self.graph.ancestors[n] and size(n)]
+        found = set()
+        for node, value in self._after(start, position, after).items():
+            T = self.shape[1]
+            axes = [axis for axis, length in enumerate(size(node)) if length == T]
+            differs = _differs(value, self.values[node])
+            if len(axes) == 1:
+                differs = differs.movedim(axes[0], 0)[torch.arange(T) != position]
+            if differs.any():
+                found.add(node)
+        return found
+
+    def _changed(self, start: Node, end: Node, position: int) -> Tensor:
+        """Return (T,), at which tokens the result changes with one position."""
+        value = self._after(start, position, [end])[end]
+        return _differs(value, self.values[end]).any(dim=2).any(dim=0)
+
+    def _end(self, mixes: Node, mixed: set[Node]) -> Node | None:
+        """Return the last hidden states before the residual sum that mixed tokens compute alone."""
+        meeting = (node for node in self._meetings(mixes, mixed) if size(node) == self.shape)
+        node = end = next(meeting, None)
+        projected = False
+        while node is not None:
+            is_projection = node in self.index.projections
+            if projected and (is_projection or kind(node) not in MOVES | {"add", "getitem"}):
+                break
+            projected |= is_projection
+            end = node if size(node) == self.shape else end
+            node = self._following(node, mixed)
+        return end
+
+    def _meetings(self, node: Node, mixed: set[Node]) -> Iterator[Node]:
+        """Yield the nodes that all paths from a node to the output contain."""
+        users = {node}
+        while users:
+            node = min(users, key=self.graph.order.__getitem__)
+            if len(users) == 1 and node in mixed:
+                yield node
+            users = users - {node} | {*live_users(self.graph, node)}
+
+    def _following(self, node: Node, mixed: set[Node]) -> Node | None:
+        """Return the operation after a node, if it reads nothing but results of attention."""
+        users = live_users(self.graph, node)
+        if len(users) != 1 or prod(size(users[0])) != prod(self.shape):
+            return None
+        [user] = users
+        only_mixed = all(a in mixed for a in live_inputs(self.graph, user))
+        return user if only_mixed and kind(user) not in REDUCTIONS else None
+
+    def _input(self, start: Node, end: Node, mixed: set[Node]) -> Node:
+        """Return the last hidden states from which alone the result is computed, unprojected."""
+        above, nodes = self.graph.ancestors, {end}
+        while nodes != {start}:
+            node = max(nodes, key=self.graph.order.__getitem__)
+            before = {a for a in live_inputs(self.graph, node) if a is start or start in above[a]}
+            nodes = nodes - {node} | before
+            is_hidden = len(nodes) == 1 and not nodes & mixed and size(*nodes) == self.shape
+            if is_hidden and self._projection(*nodes) is None:
+                return nodes.pop()
+        return start
+
+    def _projection(self, node: Node) -> Node | None:
+        """Return the projection whose result a node is, with or without a bias."""
+        while node not in self.index.projections:
+            if kind(node) not in MOVES and not (
+                kind(node) == "add" and reads_parameter(self.graph, node)
+            ):
+                return None
+            [node] = live_inputs(self.graph, node)
+        return node
+
+
+def _differs(one: Tensor, other: Tensor) -> Tensor:
+    return (one - other).abs() > SAME * other.abs().amax()

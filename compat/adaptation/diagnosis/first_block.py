@@ -1,0 +1,148 @@
+"""The module of a model's first block or attention, found by running the model.
+
+It is examined alone where the whole model cannot be mapped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from compat.adaptation.diagnosis.counterfactual import relative_rms
+from compat.adaptation.tracing.calling import Forward
+from compat.config import GPT2Config
+from compat.user_models.eval_mode import eval_mode
+
+# The relative RMS difference below which two results of a module are the same.
+SAME = 1e-3
+# Attention has four matrices of C² parameters, and the MLP as many as eight.
+MOST_IN_ATTENTION = 6
+
+
+def first_block(
+    model: nn.Module, call: Forward, ids: Tensor, config: GPT2Config
+) -> tuple[nn.Module, str] | None:
+    """Return the first module that computes attention, and whether it is "h.0" or "h.0.attn".
+
+    It is one of the outermost, of a class with several. The result is None where there is none, or
+    where it computes more than attention and less than a block.
+    """
+    with _with_noise(model):
+        calls = [c for c in _calls(model, call, ids, config.n_embd) if c.reads_earlier]
+        count = Counter(type(each.module) for each in calls)
+        several = [each for each in calls if count[type(each.module)] > 1]
+        outer = (each for each in several if not any(each.is_in(other) for other in several))
+        block = next(outer, None)
+        name = "" if block is None else block.name
+    return (block.module, name) if block is not None and name else None
+
+
+@dataclass
+class _Call:
+    """A call of a module with hidden states (B, T, C) among its arguments, the first of them x."""
+
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    x: Tensor
+    item: int | None
+
+    def on(self, x: Tensor) -> Tensor:
+        """Return the hidden states that the module computes from others."""
+        args, kwargs = tree_map(lambda a: x if a is self.x else a, (self.args, self.kwargs))
+        result = self.module(*args, **kwargs)
+        out: Tensor = result if self.item is None else result[self.item]
+        return out
+
+    def is_in(self, other: _Call) -> bool:
+        """Return whether the module is a submodule of another's."""
+        return self.path.startswith(f"{other.path}.")
+
+    @property
+    def reads_earlier(self) -> bool:
+        """Whether the results at later tokens depend on the first one."""
+        other = self.x.clone()
+        other[:, 0] = torch.randn_like(other[:, 0])
+        before, changed = self.on(self.x), self.on(other)
+        difference = (changed - before).norm(dim=(0, 2))
+        return bool((difference > SAME * before.norm(dim=(0, 2)))[1:].any())
+
+    @property
+    def name(self) -> str:
+        """Which part of GPT-2 the module is: "h.0", "h.0.attn", or "" for neither."""
+        width = self.x.shape[-1]
+        matrices = [p.numel() for p in self.module.parameters() if p.ndim > 1 and width in p.shape]
+        if sum(matrices) > MOST_IN_ATTENTION * width**2:
+            return "h.0"
+        with _parameters(self.module, torch.zeros_like):
+            adds_nothing = not self.on(self.x).any()
+        large, larger = self.on(100 * self.x), self.on(1000 * self.x)
+        normalizes = relative_rms(large, larger) < SAME
+        return "h.0.attn" if adds_nothing and not normalizes else ""
+
+
+def _calls(model: nn.Module, call: Forward, ids: Tensor, width: int) -> list[_Call]:
+    """Return the first call of each module that converts hidden states to such."""
+    calls: dict[str, _Call | None] = {}
+
+    def keep(
+        path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        results = result if isinstance(result, tuple) else (result,)
+        streams = _hidden_states((args, kwargs), width)
+        items = [i for i, each in enumerate(results) if _hidden_states(each, width)]
+        found = None
+        if streams and items and results[items[0]].shape == streams[0].shape:
+            item = items[0] if isinstance(result, tuple) else None
+            found = _Call(path, module, args, kwargs, streams[0], item)
+        calls.setdefault(path, found)
+
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            hook = module.register_forward_hook(partial(keep, path), with_kwargs=True)
+            hooks.enter_context(hook)
+        call(model, ids)
+    return [found for found in calls.values() if found is not None]
+
+
+def _hidden_states(values: object, width: int) -> list[Tensor]:
+    """Return the tensors (B, T, C) among nested values."""
+    return [
+        a for a in tree_leaves(values)
+        if isinstance(a, Tensor) and a.is_floating_point() and a.ndim == 3 and a.shape[-1] == width
+    ]  # fmt: skip
+
+
+@contextmanager
+def _with_noise(model: nn.Module) -> Iterator[None]:
+    """Add noise to all parameters in the body; a projection may be initialized with zeros."""
+
+    def noisy(parameter: Tensor) -> Tensor:
+        return parameter + 0.1 * torch.randn_like(parameter)
+
+    with eval_mode(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        with _parameters(model, noisy):
+            yield
+
+
+@contextmanager
+def _parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Change a module's parameters in the body."""
+    before = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.copy_(change(parameter))
+        yield
+    finally:
+        for parameter, value in before:
+            parameter.copy_(value)
