@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from compat.adaptation.anatomy.dissect import NO_ATTENTION, NoHead, UnknownHead, UnknownPart
 from compat.adaptation.diagnosis.attention_nodes import (
-    AttentionNodes,
+    Span,
     attention_nodes,
+    nodes_of_blocks,
     own_attention,
+    own_blocks,
 )
 from compat.adaptation.diagnosis.findings import limits_of, no_head, unexplained, untraced
 from compat.adaptation.diagnosis.first_block import first_block
@@ -49,6 +51,9 @@ from compat.errors import AdaptError, CompatError
 from compat.loading import load_into
 from compat.name_map import NameMap
 from compat.user_models.eval_mode import eval_mode
+
+# Errors of a graph that is run with other values than those it was traced with.
+OF_OTHER_VALUES = (RuntimeError, LookupError, ValueError)
 
 # Rewrites of a graph, and whether parts that GPT-2 does not have are accepted after them.
 REWRITES: tuple[tuple[Callable[[Graph], bool], bool], ...] = (
@@ -218,10 +223,7 @@ def judge_otherwise(run: Run, error: AdaptError) -> Adaptation:
         with suppress(CompatError):
             return _with_own_part(run, unknown)
         _restore(run.model, before)
-        surveyed = _survey(run, unknown)
-        of_block = _of_first_block(run, surveyed.findings)
-        _restore(run.model, before)
-        return replace(surveyed, findings=[*surveyed.findings, *of_block])
+        return _with_first_block(run, _survey(run, unknown))
     _restore(run.model, before)
     raise AdaptError(f"{error}. {BY_HAND}") from error
 
@@ -267,54 +269,77 @@ def _unused_attention(run: Run, graph: Graph, error: UnknownPart) -> list[Place]
 
 
 def _with_own_part(run: Run, error: UnknownPart) -> Adaptation:
-    """Map, load and judge the model with GPT-2's attention or head in place of an unknown one.
+    """Map, load and judge the model with GPT-2's own part in place of an unknown one.
 
     Raises:
-        AdaptError: the unknown part is not attention, or the rest cannot be mapped either.
+        AdaptError: the rest cannot be mapped either.
     """
     graph = to_graph(run.model, run.call, run.ids)
     if isinstance(error, UnknownHead):
         return _with_own_head(run, graph, error)
     if _unused_attention(run, graph, error):
         raise error
-    unknown: list[AttentionNodes] = []
-    with suppress(RuntimeError, LookupError, ValueError):  # the graph fails on other values
-        unknown = attention_nodes(graph, graph.same(error.nodes), run.config.n_embd)
+    before = _weights(run.model)
+    with suppress(CompatError, *OF_OTHER_VALUES):
+        return _with_own_attention(run, graph, error)
+    _restore(run.model, before)
+    try:
+        return _with_own_blocks(run, graph, error)
+    except OF_OTHER_VALUES:
+        raise error from None
+
+
+def _with_own_attention(run: Run, graph: Graph, error: UnknownPart) -> Adaptation:
+    """Judge the model with GPT-2's attention in place of the operations that compute it."""
+    config = run.config
+    unknown = attention_nodes(graph, graph.same(error.nodes), config.n_embd)
     if not unknown:
         raise error
-    return _with_own_attention(run, graph, error, unknown)
-
-
-def _with_own_attention(
-    run: Run, graph: Graph, error: UnknownPart, unknown: Sequence[AttentionNodes]
-) -> Adaptation:
-    """Judge the model with GPT-2's attention in place of the operations that compute it."""
-    model, config, name = run.model, run.config, "attention_of_compat"
-    parts = [(each.start, each.end) for each in unknown]
-    model.add_module(name, own_attention(config, len(parts)).to(next(model.parameters()).dtype))
-    try:
-        adaptation = _judge_partly(replace(run, call=WithReplaced(run.call, parts, name)))
-    finally:
-        delattr(model, name)
+    adaptation = _with_own_modules(run, unknown, own_attention(config, len(unknown)))
     if _finds_other_layers(adaptation):  # what was replaced was not attention
         raise error
     nodes = [node for each in unknown for node in each.nodes]
     mixing = [each.mixes for each in unknown]
+    named = error
     if error.code == NO_ATTENTION:
-        error.nodes = mixing
-    surveyed = survey(graph, model, config, error, nodes, replaced_by="attention")
-    ends = f"its input is computed{graph.at(parts[0][0])}, its result{graph.at(parts[0][1])}"
+        named = UnknownPart(str(error), mixing, error.code, error.values)
+    surveyed = survey(graph, run.model, config, named, nodes, replaced_by="attention")
+    start, end = graph.at(unknown[0].start), graph.at(unknown[0].end)
+    ends = f"its input is computed{start}, its result{end}"
     surveyed[0] = replace(surveyed[0], evidence=f"{surveyed[0].evidence}; {ends}")
     attended = torch.stack([each.attended for each in unknown]).any(dim=0)
     if masked := wrong_mask(graph, nodes, mixing, attended):
         surveyed.append(masked)
+    findings = _beside_own(adaptation.findings, surveyed, "attention")
+    return replace(adaptation, findings=findings)
+
+
+def _with_own_blocks(run: Run, graph: Graph, error: UnknownPart) -> Adaptation:
+    """Judge the embeddings, the last norm and the head, with GPT-2's blocks between them."""
+    span = nodes_of_blocks(graph, run.config.n_embd)
+    if span is None:
+        raise error
+    adaptation = _with_own_modules(run, [span], own_blocks(run.config))
+    surveyed = survey(graph, run.model, run.config, error, span.nodes, replaced_by="blocks")
+    findings = _beside_own(adaptation.findings, surveyed, "blocks")
+    return _with_first_block(run, replace(adaptation, findings=findings))
+
+
+def _with_own_modules(run: Run, spans: Sequence[Span], modules: nn.ModuleList) -> Adaptation:
+    """Judge the model with modules in place of these operations, whose tensors are not mapped."""
+    model, name = run.model, "modules_of_compat"
+    model.add_module(name, modules.to(next(model.parameters()).dtype))
+    try:
+        parts = [(span.start, span.end) for span in spans]
+        adaptation = _judge_partly(replace(run, call=WithReplaced(run.call, parts, name)))
+    finally:
+        delattr(model, name)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    rows = adaptation.name_map.expand(config.n_layer)
+    rows = adaptation.name_map.expand(run.config.n_layer)
     rows = [row for row in rows if parameters.keys() >= {*row.ours}]
     mapped = {row.hf for row in rows}
     return replace(
         adaptation,
-        findings=_beside_own(adaptation.findings, surveyed, "attention"),
         name_map=NameMap(tuple(rows), adaptation.name_map.zeros),
         unmatched=[name for name in names_without_tied_head(run.checkpoint) if name not in mapped],
         parity=None,
@@ -335,23 +360,36 @@ def _judge_partly(run: Run) -> Adaptation:
         return judge(run, map_graph(graph, run.checkpoint, partial=True))
 
 
+def _with_first_block(run: Run, adaptation: Adaptation) -> Adaptation:
+    """Add what the first block alone shows. The model keeps its weights."""
+    weights = _weights(run.model)
+    found = _of_first_block(run, adaptation.findings)
+    _restore(run.model, weights)
+    return replace(adaptation, findings=[*adaptation.findings, *found])
+
+
 def _of_first_block(run: Run, known: Sequence[Finding]) -> list[Finding]:
-    """Return what else differs in the first block, examined as a block of compat's own model."""
+    """Return what else differs in the first block, or in its attention if the block is unknown."""
+    modules: list[tuple[nn.Module, str]] = []
     with suppress(Exception):  # the user's modules fail on other hidden states
-        found = first_block(run.model, run.call, run.ids, run.config)
-        if found is None:
-            return []
-        block, name = found
-        whole, prefix = with_part(block, name, run.config)
-        whole = whole.to(next(run.model.parameters()).dtype)
-        call, ids = find_call(whole, run.checkpoint, run.ids)
-        adaptation = _judge_partly(replace(run, model=whole, call=call, ids=ids))
-        if _finds_other_layers(adaptation):  # the module computes several blocks
-            return []
-        adaptation = of_part(adaptation, block, name, prefix)
-        new = _beside_own(adaptation.findings, list(known), "other parts")[len(known) :]
-        return [finding for finding in new if finding.severity == "breaks" and finding.file]
+        modules = first_block(run.model, run.call, run.ids, run.config)
+    for module, name in modules:
+        with suppress(Exception):
+            adaptation = _judge_module(run, module, name)
+            if _finds_other_layers(adaptation):  # the module computes several blocks
+                continue
+            found = _beside_own(adaptation.findings, list(known), "other parts")[len(known) :]
+            return [finding for finding in found if finding.severity == "breaks" and finding.file]
     return []
+
+
+def _judge_module(run: Run, module: nn.Module, part: str) -> Adaptation:
+    """Judge a module as a part of compat's own model."""
+    whole, prefix = with_part(module, part, run.config)
+    whole = whole.to(next(run.model.parameters()).dtype)
+    call, ids = find_call(whole, run.checkpoint, run.ids)
+    adaptation = _judge_partly(replace(run, model=whole, call=call, ids=ids))
+    return of_part(adaptation, module, part, prefix)
 
 
 def _with_own_head(run: Run, graph: Graph, error: UnknownHead) -> Adaptation:

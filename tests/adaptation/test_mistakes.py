@@ -1624,6 +1624,31 @@ def test_a_model_with_unknown_attention_in_its_blocks_or_forward_is_examined_aro
     ("edits", "codes"),
     [
         ([], set()),
+        ([("self.tok_emb(ids) +", "self.tok_emb(ids) * 24 ** 0.5 +"),
+          ("/ self.head_dim ** 0.5", "/ C ** 0.5")], {"scaled_embedding", "scale_by_d_model"}),
+    ],
+)  # fmt: skip
+def test_a_model_whose_blocks_cannot_be_mapped_is_examined_around_and_inside_them(
+    tiny: Path, tmp_path: Path, edits: Edits, codes: set[str]
+) -> None:
+    """Attention of every block but the first reads other vectors beside the tokens."""
+    norm = "        x = self.norm2(x)\n"
+    joined = (
+        f"        x = torch.cat([x, self.att.out_proj(x)], 1)[:, ::2]\n        shortcut = x\n{norm}"
+    )
+    adaptation = adapted(tiny, tmp_path, [(norm, joined), *edits])
+    assert {f.code for f in adaptation.deviations} == {"extra_tokens", *codes}
+    assert "examined with GPT-2's blocks" in adaptation.findings[0].evidence
+    rows = {row.hf for row in adaptation.name_map.rows}
+    assert rows == {"wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias", "lm_head.weight"}
+    evidence = [f.evidence for f in adaptation.deviations if f.code in codes]
+    assert all(words.startswith("confirmed, with GPT-2's") for words in evidence)
+
+
+@pytest.mark.parametrize(
+    ("edits", "codes"),
+    [
+        ([], set()),
         ([("/ self.head_dim ** 0.5", "/ C ** 0.5"), ("        x = self.norm2(x)\n", "")],
          {"scale_by_d_model", "missing_ln"}),
         ([("        scores = scores.masked_fill", "        scores.masked_fill"),

@@ -1,4 +1,4 @@
-"""Attention of unknown structure, found in the graph by its effect, and GPT-2's in its place.
+"""Attention of unknown structure, or all blocks, found in the graph by their effect.
 
 A token's hidden states depend on other tokens through attention alone. So it is where a change at
 one token first changes the others.
@@ -29,7 +29,7 @@ from compat.adaptation.tracing.graph import (
     size,
 )
 from compat.config import GPT2Config
-from compat.dialects.linear import MultiHeadAttention
+from compat.dialects.linear import MultiHeadAttention, TransformerBlock
 
 # The relative difference below which a value is unchanged, in float64.
 SAME = 1e-9
@@ -38,21 +38,31 @@ MOST_MATRICES = 6
 
 
 @dataclass(frozen=True)
-class AttentionNodes:
-    """The attention of one layer in a graph.
+class Span:
+    """The nodes that compute hidden states (B, T, C) from others.
 
     Args:
-        start: its input, hidden states (B, T, C).
-        end: its result, of the same shape.
-        mixes: the first operation whose result at a token depends on another.
-        nodes: those that compute the result from the input.
-        attended: (T, T), whether the result at a token depends on the input at another.
+        start: the input.
+        end: the result.
+        nodes: those that compute the result from the input, in order.
     """
 
     start: Node
     end: Node
-    mixes: Node
     nodes: list[Node]
+
+
+@dataclass(frozen=True)
+class AttentionNodes(Span):
+    """The attention of one layer.
+
+    Args:
+        start, end, nodes: as in `Span`.
+        mixes: the first operation whose result at a token depends on another.
+        attended: (T, T), whether the result at a token depends on the input at another.
+    """
+
+    mixes: Node
     attended: Tensor
 
 
@@ -62,13 +72,19 @@ def own_attention(config: GPT2Config, count: int) -> nn.ModuleList:
     return nn.ModuleList(MultiHeadAttention(config, layer) for layer in range(count))
 
 
+def own_blocks(config: GPT2Config) -> nn.ModuleList:
+    """Return a list of one module, all of GPT-2's blocks, without dropout."""
+    config = replace(config, attn_pdrop=0.0, resid_pdrop=0.0)
+    blocks = (TransformerBlock(config, layer) for layer in range(config.n_layer))
+    return nn.ModuleList([nn.Sequential(*blocks)])
+
+
 def attention_nodes(graph: Graph, unknown: Sequence[Node], width: int) -> list[AttentionNodes]:
     """Return the attention that computes these nodes, and that of other layers on the same lines.
 
     It is empty where the MLP cannot be told from attention.
     """
-    search = _Search(graph, width)
-    found = list(search.layers())
+    found = list(_Search(graph, width).layers())
     lines = {graph.place(n) for each in found if {*unknown} & {*each.nodes} for n in each.nodes}
     same = [each for each in found if any(graph.place(node) in lines for node in each.nodes)]
     matrices = [
@@ -78,6 +94,11 @@ def attention_nodes(graph: Graph, unknown: Sequence[Node], width: int) -> list[A
         if graph.values[node].ndim > 1
     ]
     return [] if sum(matrices) > MOST_MATRICES * width**2 else same
+
+
+def nodes_of_blocks(graph: Graph, width: int) -> Span | None:
+    """Return the nodes between the embeddings and the last residual sum, if there are such."""
+    return _Search(graph, width).blocks()
 
 
 class _Search:
@@ -91,18 +112,43 @@ class _Search:
 
     def layers(self) -> Iterator[AttentionNodes]:
         """Yield the attention of each layer, the first one first."""
-        start: Node | None = next((n for n in self.values if size(n) == self.shape), None)
+        start = self.first
         while start is not None:
             mixed = self._mixed(start, self.shape[1] // 2)
-            mixes = min(mixed, key=self.graph.order.__getitem__, default=None)
+            mixes = self._earliest(mixed)
             end = None if mixes is None else self._end(mixes, mixed)
             if mixes is None or end is None:
                 return
-            first = self._input(start, end, mixed)
-            nodes = self.graph.live_between([end], [first])
-            attended = [self._changed(first, end, position) for position in range(self.shape[1])]
-            yield AttentionNodes(first, end, mixes, nodes, torch.stack(attended, dim=1))
+            span = self._span(start, end, mixed)
+            attended = [self._changed(span, position) for position in range(self.shape[1])]
+            yield AttentionNodes(**vars(span), mixes=mixes, attended=torch.stack(attended, dim=1))
             start = end
+
+    def blocks(self) -> Span | None:
+        """Return the nodes from the input of the first block to the result of the last one."""
+        if self.first is None:
+            return None
+        mixed = self._mixed(self.first, self.shape[1] // 2)
+        mixes = self._earliest(mixed)
+        meetings = [] if mixes is None else self._meetings(mixes, mixed)
+        sums = [node for node in meetings if self._adds_streams(node)]
+        return self._span(self.first, sums[-1], mixed) if sums else None
+
+    @property
+    def first(self) -> Node | None:
+        """The first hidden states."""
+        return next((node for node in self.values if size(node) == self.shape), None)
+
+    def _earliest(self, nodes: set[Node]) -> Node | None:
+        return min(nodes, key=self.graph.order.__getitem__, default=None)
+
+    def _adds_streams(self, node: Node) -> bool:
+        inputs = [a for a in live_inputs(self.graph, node) if size(a) == self.shape]
+        return kind(node) == "add" and len(inputs) == 2
+
+    def _span(self, start: Node, end: Node, mixed: set[Node]) -> Span:
+        first = self._input(start, end, mixed)
+        return Span(first, end, self.graph.live_between([end], [first]))
 
     def _run(self, targets: list[Node], known: dict[Node, Any]) -> list[Any]:
         return self.graph.run(targets, known, self._noisy, finite=True)
@@ -141,10 +187,10 @@ class _Search:
                 found.add(node)
         return found
 
-    def _changed(self, start: Node, end: Node, position: int) -> Tensor:
-        """Return (T,), at which tokens the result changes with one position."""
-        value = self._after(start, position, [end])[end]
-        return _differs(value, self.values[end]).any(dim=2).any(dim=0)
+    def _changed(self, span: Span, position: int) -> Tensor:
+        """Return (T,), at which tokens the result changes with the input at one."""
+        value = self._after(span.start, position, [span.end])[span.end]
+        return _differs(value, self.values[span.end]).any(dim=2).any(dim=0)
 
     def _end(self, mixes: Node, mixed: set[Node]) -> Node | None:
         """Return the last hidden states before the residual sum that mixed tokens compute alone."""

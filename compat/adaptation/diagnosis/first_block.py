@@ -1,6 +1,6 @@
-"""The module of a model's first block or attention, found by running the model.
+"""The modules of a model's first block and its attention, found by running the model.
 
-It is examined alone where the whole model cannot be mapped.
+They are examined alone where the whole model cannot be mapped.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ MOST_IN_ATTENTION = 6
 
 def first_block(
     model: nn.Module, call: Forward, ids: Tensor, config: GPT2Config
-) -> tuple[nn.Module, str] | None:
-    """Return the first module that computes attention, and whether it is "h.0" or "h.0.attn".
+) -> list[tuple[nn.Module, str]]:
+    """Return the module of the first block, "h.0", and that of its attention, "h.0.attn".
 
-    It is one of the outermost, of a class with several. The result is None where there is none, or
-    where it computes more than attention and less than a block.
+    They are the outermost that compute attention, of a class with several, and those inside of it.
+    One that computes more than attention and less than a block is left out.
     """
     with _with_noise(model):
         calls = [c for c in _calls(model, call, ids, config.n_embd) if c.reads_earlier]
         count = Counter(type(each.module) for each in calls)
         several = [each for each in calls if count[type(each.module)] > 1]
-        outer = (each for each in several if not any(each.is_in(other) for other in several))
-        block = next(outer, None)
-        name = "" if block is None else block.name
-    return (block.module, name) if block is not None and name else None
+        outer = [each for each in several if not any(each.is_in(other) for other in several)]
+        inner = [each for each in several if outer and each.is_in(outer[0])]
+        return [(each.module, each.name) for each in [*outer[:1], *inner] if each.name]
 
 
 @dataclass
