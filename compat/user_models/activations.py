@@ -17,6 +17,9 @@ GELUS = ("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "tanh", "gelu")
 # The argument of torch's own GELU, which is not the name of an activation.
 APPROXIMATE = re.compile(r"""\bapproximate\s*=\s*["'](tanh|none)["']""")
 
+# An activation of this name that is the hyperbolic tangent, as in `{"tanh": nn.Tanh()}`.
+OWN_TANH = re.compile(r"""["']tanh["'].{0,80}?(\bnn\.Tanh\b|\b(torch|F)\.tanh\b)""", re.DOTALL)
+
 
 def gelu_new(x: Tensor) -> Tensor:
     """Apply GPT-2's activation."""
@@ -47,7 +50,8 @@ def activation_for(cls: Callable[..., Any], name: str) -> object:
         if "called" in uses or any("Callable" in each for each in annotations):
             return gelu_new
     text = APPROXIMATE.sub("", text)
-    return next((g for g in GELUS if f'"{g}"' in text or f"'{g}'" in text), "gelu")
+    names = [g for g in GELUS if g != "tanh" or not OWN_TANH.search(text)]
+    return next((g for g in names if f'"{g}"' in text or f"'{g}'" in text), "gelu")
 
 
 def _uses(cls: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:

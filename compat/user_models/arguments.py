@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import inspect
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, cast, get_args
 
 from torch import nn
 
@@ -43,6 +45,7 @@ from compat.user_models.usage import (
 from compat.user_models.vocabulary_argument import vocabulary_for
 
 Parameter = inspect.Parameter
+TAKES_CLASS = re.compile("_(class|cls|type)$|Class$")
 LIST_OF_CONFIGS = re.compile(r"(typing\.)?(list|List|Sequence)\[(typing\.)?(dict|Dict)\b")
 
 
@@ -183,7 +186,8 @@ def _arguments(
         elif (by_name := value_by_name(parameter, known))[0]:
             arguments[name] = by_name[1]
         elif required and inner is not None:
-            arguments[name] = _made(inner, config)
+            takes_class = TAKES_CLASS.search(name) is not None
+            arguments[name] = inner if takes_class else _made(inner, config)
         elif required:
             missing.append(name)
         missing += [f"{name}.{key}" for key in unknown]
@@ -210,7 +214,22 @@ def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Modul
     ]  # fmt: skip
     annotated = [c for c in classes if c.__name__ == _annotation(parameter)]
     named = [c for c in classes if plain(c.__name__) == plain(parameter.name)]
-    return next(iter([*annotated, *named]), None)
+    return next((_implementation(c) for c in [*annotated, *named]), None)
+
+
+def _implementation(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a class that implements an interface, from a file beside it; others unchanged."""
+    package, _, _ = cls.__module__.rpartition(".")
+    file = Path(getattr(sys.modules[cls.__module__], "__file__", None) or "")
+    for beside in sorted(file.parent.glob("*.py")) if inspect.isabstract(cls) else ():
+        pattern = rf"^class (\w+)\(.*\b{cls.__name__}\b"
+        for name in re.findall(pattern, beside.read_text(errors="replace"), re.MULTILINE):
+            with contextlib.suppress(Exception):
+                module = importlib.import_module(f"{package}.{beside.stem}".lstrip("."))
+                found = getattr(module, name)
+                if issubclass(found, cls) and not inspect.isabstract(found):
+                    return cast(type[nn.Module], found)
+    return cls
 
 
 def parameters_of(target: Callable[..., Any]) -> dict[str, Parameter]:

@@ -113,6 +113,8 @@ _INPUT = re.compile(rf"(tok(en)?|input){_SIZE}")
 _WINDOW = re.compile(r"window(size)?")
 # How many query heads share a key head, if another name denotes the number of key heads.
 _GROUPS = re.compile(r"(n|num)?(kv|query|keyvalue)groups?")
+# The part of a head that is rotated, and the rest, if there are names for both.
+_HEAD_PARTS = re.compile(rf"(qk)?(?P<part>nope|rope)head{_SIZE}")
 # Names of a number that is the width, where the value is known to be a number.
 _EMBEDDING = re.compile(rf"(tok(en)?|word|input)?{_EMB}|{_EMB}(tok(en)?|word)s?")
 # The possible roles of names of one letter.
@@ -163,6 +165,7 @@ AMBIGUOUS = set(
     "block blocks emb embed embedding features ff ffn layer layers mlp tokens words".split()
 )
 SIZES = {"vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner", "d_head", "ratio"}
+SIZES |= {"half_head"}
 _FIELDS = {field.name.replace("_", ""): field.name for field in fields(GPT2Config)}
 
 
@@ -197,6 +200,10 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
             return None
     if _GROUPS.fullmatch(short) and any("kv" in plain(o) and role_of(o) for o in {*among} - {name}):
         return "one"
+    if part := _HEAD_PARTS.fullmatch(short):
+        matches = map(_HEAD_PARTS.fullmatch, map(plain, among))
+        if any(other is not None and other["part"] != part["part"] for other in matches):
+            return "half_head"
     for pattern, first, second in _TWO_ROLES:
         if pattern.fullmatch(short):
             beside = (other for other in among if not pattern.fullmatch(plain(other)))
@@ -279,6 +286,7 @@ def value_of(role: str, config: GPT2Config) -> Any:
         "on": True,
         "cap": None,
         "one": 1,
+        "half_head": config.n_embd // config.n_head // 2,
         "device": "cpu",
         "max_batch": _most_rows(config),
     }

@@ -630,9 +630,13 @@ def _features(name: str, classes: dict[str, ast.ClassDef], patterns: Sequence[st
 def _used_by(definition: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
     """Return the classes that a class names, and those of which its constructor takes an instance.
 
-    The parameter for the latter has the name of the class, as in `GPTLMHead(gpt)`.
+    The parameter for the latter has the name of the class, as in `GPTLMHead(gpt)`. An annotation
+    such as `config: GPT.Config` does not name the model.
     """
-    named = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
+    types = [n.annotation for n in ast.walk(definition) if isinstance(n, ast.arg)]
+    inside = {id(part.value) for part in types if isinstance(part, ast.Attribute)}
+    names = (n for n in ast.walk(definition) if isinstance(n, ast.Name) and id(n) not in inside)
+    named = {node.id for node in names}
     taken = {plain(a.arg) for f in _functions(definition.body, INIT) for a in f.args.args}
     return {name for name in classes if name in named or plain(name) in taken}
 
@@ -687,8 +691,9 @@ def _unused(
         called = [n for call in calls if (n := ast.unparse(call.func)) in classes]
         returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return)]
         several = any(isinstance(value, (ast.Tuple, ast.Dict)) for value in returned)
+        whole = {ast.unparse(value.func) for value in returned if isinstance(value, ast.Call)}
         if called and returned and not several:
-            used |= {*called} - {called[-1]}
+            used |= {*called} - {called[-1]} - whole
     return [name for name in classes if name not in used], classes
 
 

@@ -139,6 +139,11 @@ class Decoder(Plain):
         return self.table(source) + 0 * self.table(target_ids) * padding_mask[..., None]
 
 
+class PaddingId(Plain):
+    def forward(self, ids: Tensor, pad_idx: int) -> Tensor:
+        return self.table(ids).masked_fill((ids == pad_idx)[..., None], 0)
+
+
 class Batch(Plain):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return self.table(batch["input_ids"]) * batch["attention_mask"][..., None]
@@ -150,7 +155,7 @@ class Last(Plain):
 
 
 @pytest.mark.parametrize(
-    "cls", [Ids, Targets, Mask, MaskOfTokens, OptionalMask, Positions, Decoder, Batch]
+    "cls", [Ids, Targets, Mask, MaskOfTokens, OptionalMask, Positions, Decoder, PaddingId, Batch]
 )
 def test_required_arguments_are_recognized_by_their_names(cls: Callable[[], Plain]) -> None:
     model = cls().train()

@@ -1460,6 +1460,28 @@ class Attention("""
     assert "queries, keys = self.rotary(queries, keys)" in lines
 
 
+@pytest.mark.parametrize(("first", "second"), [(1.0, 0.0), (1.1, 0.1)])
+def test_factors_of_the_stream_without_effect_are_told(
+    tiny: Path, tmp_path: Path, first: float, second: float
+) -> None:
+    factors = f"torch.tensor([{first}, {second}])"
+    edits = [
+        (HEAD, f"        self.factors = nn.Parameter({factors})\n{HEAD}"),
+        (LOOP, f"        first = x\n{LOOP}"),
+        ("            x = block(x)\n",
+         "            x = block(self.factors[0] * x + self.factors[1] * first)\n"),
+        ("torch.sqrt(var + 1e-5)", "torch.sqrt(var + 1e-3)"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    codes = {f.code for f in adaptation.deviations}
+    if second:
+        assert codes == {"eps_value", "extra_operation"}
+    else:
+        [told] = [f for f in adaptation.findings if f.code == "random_parameters"]
+        assert codes == {"eps_value"} and told.severity == "info"
+        assert told.message.endswith("but initial values without effect")
+
+
 def test_equal_lists_of_all_blocks_are_one_finding(tiny: Path, tmp_path: Path) -> None:
     up = "        self.up = nn.Linear(dim, 4 * dim)\n"
     norms = f"{up}        self.norms = [nn.Identity()]\n"

@@ -135,6 +135,7 @@ def test_defaults_without_a_role_or_of_another_type_are_kept(tmp_path: Path) -> 
     [
         ("{'gelu': 1, 'gelu_new': 2}[act]", 2),
         ("{'relu': 0, 'gelu': 1}[act]", 1),
+        ("{'gelu': nn.GELU(), 'tanh': nn.Tanh(), 'relu': 0} and {'gelu': 1, 'tanh': 0}[act]", 1),
         ("dict(gelu=nn.GELU(approximate='tanh')) and {'relu': 0, 'gelu': 1}[act]", 1),
     ],
 )
@@ -158,6 +159,14 @@ def test_an_argument_that_is_compared_with_a_string_is_not_a_size(
     """How the argument is used counts more than its name, which is that of an MLP width."""
     before = f"assert {test} or not isinstance(ffn, str)"
     assert build(tmp_path, gpt(", ffn", "0, 0, 0, 0, 0, ffn", before)).extra == expected
+
+
+def test_a_head_is_divided_into_a_part_that_is_rotated_and_the_rest(tmp_path: Path) -> None:
+    names = "n_vocab, ctx, width, depth, heads"
+    sizes = f"{names}, (rope_head_dim, qk_nope_head_dim)"
+    model = build(tmp_path, gpt(f", {names}, rope_head_dim, qk_nope_head_dim", sizes))
+    assert model.extra == (3, 3)
+    assert build(tmp_path, gpt(f", {names}, rope_head_dim", f"{names}, rope_head_dim")).extra == 6
 
 
 def test_an_argument_whose_length_is_used_is_a_vocabulary(tmp_path: Path) -> None:

@@ -646,6 +646,43 @@ class GPTClsHead(nn.Module):
     assert load_target(str(write(tmp_path / "gpt.py", source))).__name__ == "GPTLMHead"
 
 
+def test_a_config_inside_the_model_is_not_a_use_of_the_model(tmp_path: Path) -> None:
+    source = """
+from torch import nn
+
+class GPT(nn.Module):
+    class Config:
+        vocab_size = 97
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.embed, self.block = nn.Embedding(config.vocab_size, 8), Block(config)
+
+class Block(nn.Module):
+    def __init__(self, config: GPT.Config):
+        super().__init__()
+
+    def forward(self, x):
+        return x.softmax(-1)
+"""
+    assert load_target(str(write(tmp_path / "gpt.py", source))).__name__ == "GPT"
+
+
+def test_of_two_models_that_a_function_returns_neither_is_a_part(tmp_path: Path) -> None:
+    source = f"""{GPT}
+class Baseline(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(97, 8)
+
+def build(kind):
+    if kind == "gpt":
+        return GPT()
+    return Baseline()
+"""
+    assert load_target(str(write(tmp_path / "gpt.py", source))).__name__ == "GPT"
+
+
 def test_a_function_may_build_the_model_from_parts_of_another_file(tmp_path: Path) -> None:
     write(tmp_path / "parts.py", "from torch import nn\nclass Embed(nn.Embedding):\n    pass\n")
     source = """

@@ -134,6 +134,45 @@ class Config:
     assert "cfg.scores=VanillaSoftmax()" in construct_with_call(target, CONFIG)[1]
 
 
+def test_an_implementation_of_an_interface_is_found_in_a_file_beside_it(tmp_path: Path) -> None:
+    """It is passed as a class to an argument whose name says so."""
+    package = tmp_path / "own_parts"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "interface.py").write_text("""
+from abc import ABC, abstractmethod
+import torch
+
+class Router(torch.nn.Module, ABC):
+    def __init__(self, width):
+        super().__init__()
+
+    @abstractmethod
+    def forward(self, x): ...
+""")
+    (package / "routers.py").write_text("""
+from own_parts.interface import Router
+
+class Same(Router):
+    def forward(self, x): return x
+""")
+    (tmp_path / "own_gpt.py").write_text("""
+import torch
+from own_parts.interface import Router
+
+class GPT(torch.nn.Module):
+    def __init__(self, vocab_size, n_embd, router_class: Router):
+        super().__init__()
+        self.tok = torch.nn.Embedding(vocab_size, n_embd)
+        self.router = router_class(n_embd)
+
+    def forward(self, ids):
+        return self.router(self.tok(ids)) @ self.tok.weight.T
+""")
+    model = construct(load_target(f"{tmp_path / 'own_gpt.py'}:GPT"), CONFIG)
+    assert type(model.router).__name__ == "Same"
+
+
 def test_a_model_that_runs_with_no_value_is_refused(tmp_path: Path) -> None:
     source = MODEL.replace("x = self.tok(ids)", "x = self.tok(ids) @ 'no tensor'")
     with pytest.raises(AdaptError, match=r"needs the argument cfg\.kind_of_pos"):

@@ -22,7 +22,7 @@ from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
 from compat.adaptation.mapping.assignments import UnknownProjection
 from compat.adaptation.result import Severity
-from compat.adaptation.tracing.graph import Place, size, tensor_inputs
+from compat.adaptation.tracing.graph import Place, random_values, size, tensor_inputs
 from compat.checkpoint.layout import HEAD
 from compat.errors import collapse_layers, listed
 from compat.name_map import all_parameters, sliced, whole_of
@@ -660,6 +660,21 @@ def _unknown_mlps(context: DiagnosisContext) -> tuple[str, ...]:
     return tuple(prefixes)
 
 
+def _before_first_norm(context: DiagnosisContext) -> set[Node]:
+    """Return the parameters between the embeddings and h.0.ln_1."""
+    end = context.places.named["h.0.ln_1"].start
+    return {*context.graph.parameters_between([end], [context.anatomy.embed])}
+
+
+def _is_identity(context: DiagnosisContext) -> bool:
+    """Return whether h.0.ln_1 reads the sum of the embeddings, or the norm of it, unchanged."""
+    norm, end = context.places.extra.get("embed"), context.places.named["h.0.ln_1"].start
+    start = context.anatomy.embed if norm is None else norm.end
+    x = random_values(size(start))
+    [y] = context.graph.run([end], {start: x})
+    return y.numel() == x.numel() and torch.allclose(y.flatten(), x.flatten(), rtol=1e-9, atol=1e-9)
+
+
 def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviation]:
     """Yield parameters that no tensor fills, without those of parts that have other findings."""
     graph, model = context.graph, context.model
@@ -698,9 +713,13 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     if context.anatomy.leading:  # extra_projection, or an MLP before attention
         x1 = context.anatomy.layers[0].x1
         known |= {*graph.parameters_between([x1], [context.anatomy.embed])}
-    elif "h.0.ln_1" in context.places.named:  # extra_operation
-        start = context.places.named["h.0.ln_1"].start
-        known |= {*graph.parameters_between([start], [context.anatomy.embed])}
+    neutral: set[str] = set()  # by the names of parameters without effect
+    if not context.anatomy.leading and "h.0.ln_1" in context.places.named:
+        before = _before_first_norm(context)
+        if _is_identity(context):
+            neutral |= {name for node in before for name in graph.parameter_names(node)}
+        else:  # extra_operation
+            known |= before
     by_name = sliced(all_parameters(model), graph.names.values())
     filled = {id(by_name[name]) for node in known for name in graph.parameter_names(node)}
     inputs = graph.parameters_between([graph.output], [])
@@ -711,8 +730,10 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
             and id(p) not in filled and (name in in_use) is used
             and (used or not name.startswith(unknown_mlps))]  # fmt: skip
     masks = [name for name in rest if used and _is_mask(by_name[name])]  # which need no weights
-    others = [name for name in rest if name not in masks]
-    groups: tuple[tuple[list[str], Severity | None], ...] = (others, None), (masks, "info")
+    without_effect = [name for name in rest if used and name in neutral and name not in masks]
+    others = [name for name in rest if name not in {*masks, *without_effect}]
+    groups: tuple[tuple[list[str], Severity | None], ...]
+    groups = (others, None), (masks, "info"), (without_effect, "info")
     for found, severity in groups:
         if not found:
             continue
@@ -727,5 +748,8 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         lines = [source.built(model, found[0]), None if first is None else graph.place(first)]
         one = "has no counterpart in GPT-2" if used else "does not contribute to the logits"
         message = "" if len(found) > 1 else f"{{found}} {one} and keeps its initial value"
+        if found is without_effect:
+            verb = "have" if len(found) > 1 else "has"
+            message = f"{{found}} {verb} no counterpart in GPT-2, but initial values without effect"
         values = {"found": listed(found, 4)}
         yield Deviation(tap, None, values, severity=severity, lines=lines, message=message)

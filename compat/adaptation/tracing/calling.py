@@ -20,7 +20,7 @@ from compat.errors import AdaptError, listed
 from compat.parity.outputs import find_logits, other_shape
 from compat.user_code import exception_report, is_users, users_frames
 from compat.user_models.eval_mode import eval_mode
-from compat.user_models.synonyms import plain
+from compat.user_models.synonyms import neutral, plain
 from compat.user_models.usage import is_users_class, modules_text, source_of, user_modules
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
@@ -221,6 +221,9 @@ def _values(name: str) -> tuple[Value, ...]:
     """Return the values to try for an argument of this name, the most likely first."""
     if name in TARGETS:
         return (lambda model, ids: ids,)
+    is_neutral, value = neutral(name)
+    if is_neutral:  # such as a padding id that no token has
+        return (lambda model, ids: value,)
     if _is_mask(name):
         return tuple(_masks().values())
     if re.search("start|offset|past_?len|cur", name):
