@@ -1924,6 +1924,25 @@ def test_a_fused_projection_before_a_module_that_projects_again_is_reported(
     assert "self.qkv(x)" in line
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_norm_of_a_latent_is_no_bias_of_its_projections(
+    tiny: Path, tmp_path: Path, bias: bool
+) -> None:
+    expand = f"nn.Linear(9, dim, bias={bias})"
+    edits = [
+        ("self.W_query = nn.Linear(dim, dim)", "self.W_query = nn.Linear(dim, dim, bias=False)"),
+        ("self.W_key = nn.Linear(dim, dim)",
+         f"self.W_latent = nn.Linear(dim, 9, bias=False)\n        self.W_key = {expand}\n"
+         "        self.norm = LayerNorm(9)"),
+        ("self.W_value = nn.Linear(dim, dim)", f"self.W_value = {expand}"),
+        ("        keys = self.W_key(x)\n",
+         "        latent = self.norm(self.W_latent(x))\n        keys = self.W_key(latent)\n"),
+        ("self.W_value(x)", "self.W_value(latent)"),
+    ]  # fmt: skip
+    found = {f.code for f in adapted(tiny, tmp_path, edits).deviations}
+    assert found == {"latent_attention", *([] if bias else ["no_qkv_bias"])}
+
+
 def test_a_further_branch_before_the_mlp_is_named(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("        self.ff = FeedForward(dim)", "        self.ff = FeedForward(dim)\n"

@@ -22,7 +22,16 @@ from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
 from compat.adaptation.mapping.assignments import UnknownProjection
 from compat.adaptation.result import Severity
-from compat.adaptation.tracing.graph import Place, random_values, size, tensor_inputs
+from compat.adaptation.tracing.contractions import contraction
+from compat.adaptation.tracing.graph import (
+    MOVES,
+    Place,
+    kind,
+    live_inputs,
+    random_values,
+    size,
+    tensor_inputs,
+)
 from compat.checkpoint.layout import HEAD
 from compat.errors import collapse_layers, listed
 from compat.name_map import all_parameters, sliced, whole_of
@@ -470,7 +479,17 @@ def _code_of_norm(context: DiagnosisContext, module: str, kind: str) -> str | No
 
 
 def _include_bias(context: DiagnosisContext, parameters: Sequence[Node]) -> bool:
-    return any(context.graph.values[node].ndim == 1 for node in parameters)
+    """Return whether one of these parameters is added to a product, unlike those of a norm."""
+    graph = context.graph
+    vectors = [node for node in parameters if graph.values[node].ndim == 1]
+    for node in map(graph.first_reader, ([vector] for vector in vectors)):
+        if kind(node) == "add":
+            node = live_inputs(graph, node)[0]
+            while kind(node) in MOVES:
+                [node, *_] = live_inputs(graph, node)
+        if contraction(node) is not None:
+            return True
+    return False
 
 
 def _substitute(context: DiagnosisContext, hf: str) -> Tensor | None:
