@@ -277,11 +277,10 @@ def _with_own_part(run: Run, error: UnknownPart) -> Adaptation:
     graph = to_graph(run.model, run.call, run.ids)
     if isinstance(error, UnknownHead):
         return _with_own_head(run, graph, error)
-    if _unused_attention(run, graph, error):
-        raise error
     before = _weights(run.model)
     with suppress(CompatError, *OF_OTHER_VALUES):
-        return _with_own_attention(run, graph, error)
+        if not _unused_attention(run, graph, error):
+            return _with_own_attention(run, graph, error)
     _restore(run.model, before)
     try:
         return _with_own_blocks(run, graph, error)
@@ -320,7 +319,8 @@ def _with_own_blocks(run: Run, graph: Graph, error: UnknownPart) -> Adaptation:
     if span is None:
         raise error
     adaptation = _with_own_modules(run, [span], own_blocks(run.config))
-    surveyed = survey(graph, run.model, run.config, error, span.nodes, replaced_by="blocks")
+    attention = _unused_attention(run, graph, error)
+    surveyed = survey(graph, run.model, run.config, error, span.nodes, "blocks", attention)
     findings = _beside_own(adaptation.findings, surveyed, "blocks")
     return _with_first_block(run, replace(adaptation, findings=findings))
 

@@ -294,9 +294,12 @@ def missing_entries(
     if not isinstance(error, (KeyError, AttributeError)):
         return []
     key = error.args[0] if isinstance(error, KeyError) else error.name
+    read = {
+        name: value for name, value in arguments.items() if value is getattr(error, "obj", None)
+    }
     return [
         f"{name}.{key}"
-        for name, value in arguments.items()
+        for name, value in (read or arguments).items()
         if isinstance(target, type) and key in reads(target, name).names
         if not (key in value if isinstance(value, Mapping) else hasattr(value, str(key)))
     ]

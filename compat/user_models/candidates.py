@@ -24,6 +24,8 @@ SIZE_ROLES = (
 )  # fmt: skip
 # Sizes that every GPT-2 has, the most likely first where a loop runs over an unknown number.
 NECESSARY = ("n_layer", "n_head", "vocab_size", "n_embd", "n_positions")
+# What a language model classifies its tokens as, which are those of its vocabulary.
+CLASSES = re.compile("(n|num|number(of)?|output)?(classes|labels)")
 # How authors name the implementation of an interface that others are compared with.
 USUAL = re.compile(
     "standard|default|vanilla|traditional|classic|regular|normal|learned|usual|plain", re.IGNORECASE
@@ -59,6 +61,8 @@ class Code:
         if texts := [each for line in near for each in re.findall(r"[\"']([\w-]+)[\"']", line)]:
             usual = [*(["learned"] if "pos" in name else []), *dict.fromkeys(texts)]
             return [constant(value) for value in usual]
+        if CLASSES.fullmatch(plain(name)):
+            return [of_role("vocab_size")]
         if re.search("flash|sdpa|use_?(emb|pos)", name):
             return [constant(True), constant(False)]
         switches = [constant(False), constant(True)]

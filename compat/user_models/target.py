@@ -712,7 +712,8 @@ def _root(
     if len(roots) > 1:
         roots = [name for name in roots if "gpt" in name.lower()] or roots
     roots = _most(roots, classes, PARTS)
-    roots = [name for name in roots if all(name in other for other in roots)] or roots  # no variant
+    variants = roots
+    roots = [name for name in roots if all(name in other for other in roots)] or roots
     if not classes:
         plain_classes = (node for node in body if isinstance(node, ast.ClassDef))
         models = [cls.name for cls in plain_classes if _functions(cls.body, "forward")]
@@ -727,6 +728,9 @@ def _root(
     if others:
         names = listed([f"{place}:{name}" for name in others])
         notes[:] = [f"{chosen} is the last model in the file, which has others too: {names}"]
+    elif named := [name for name in variants if name != chosen]:
+        names = listed([f"{place}:{name}" for name in named])
+        notes[:] = [f"{chosen} was selected of the models in the file, which has variants: {names}"]
     if other := [name for name in every if name not in (*single, chosen)]:
         names = listed([f"{place}:{name}" for name in other])
         notes.append(f"{chosen} was selected, because it takes one sequence, unlike {names}")

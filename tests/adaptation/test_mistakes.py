@@ -2655,8 +2655,11 @@ def test_attention_that_does_not_reach_the_logits_is_reported(
     if not computed:
         edits += [("out = (weights @ values)", "out = values")]
         edits += [("torch.softmax(scores, dim=-1)", "scores")]
-    [found, *_] = adapted(tiny, tmp_path, edits).findings
+    edits += [("        x = self.final_norm(x)\n", "")]
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = adaptation.findings[0]
     assert found.code == ("unused_attention" if computed else "no_attention")
+    assert {f.code for f in adaptation.findings[1:]} == {"no_final_ln", "untied_head"}
     if computed:
         assert "torch.softmax(scores" in (found.source_line or "")
 

@@ -683,6 +683,16 @@ def build(kind):
     assert load_target(str(write(tmp_path / "gpt.py", source))).__name__ == "GPT"
 
 
+def test_the_variants_of_a_model_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "gpt.py", f"{GPT}\n{GPT.replace('class GPT', 'class RotaryGPT')}")
+    notes: list[str] = []
+    assert load_target(str(path), notes).__name__ == "GPT"
+    [note] = notes
+    assert note == (
+        f"GPT was selected of the models in the file, which has variants: {path}:RotaryGPT"
+    )
+
+
 def test_a_function_may_build_the_model_from_parts_of_another_file(tmp_path: Path) -> None:
     write(tmp_path / "parts.py", "from torch import nn\nclass Embed(nn.Embedding):\n    pass\n")
     source = """

@@ -173,6 +173,27 @@ class GPT(torch.nn.Module):
     assert type(model.router).__name__ == "Same"
 
 
+def test_an_entry_is_missing_only_in_the_config_it_is_read_from(tmp_path: Path) -> None:
+    """The tokenizer is read like a config, too."""
+    source = MODEL.replace("self.cfg.quick", "True").replace("cfg.kind_of_pos", "'learned'")
+    source = source.replace("def __init__(self, cfg):", "def __init__(self, cfg, tokenizer):")
+    source = source.replace("cfg.vocab_size", "len(tokenizer.vocab)")
+    target = load_target(written(tmp_path, "n_embd", "cfg.factor * width", source))
+    assert "; found by trying: cfg.factor=4" in construct_with_call(target, CONFIG)[1]
+
+
+def test_the_classes_of_a_language_model_are_its_tokens(tmp_path: Path) -> None:
+    source = MODEL.replace("self.cfg.quick", "True").replace("cfg.kind_of_pos", "'learned'")
+    source = source.replace(
+        "def __init__(self, cfg):", "def __init__(self, cfg, internal, num_classes):"
+    )
+    source = source.replace("nn.Linear(width, cfg.vocab_size,", "nn.Linear(width, num_classes,")
+    source = source.replace("nn.Linear(width, 3 * width), nn.Linear(width, width)", "None, None")
+    source = source.replace("self.head(x if True else x + 1)", "[self.head(x)]")
+    model = construct(load_target(written(tmp_path, "n_embd", "internal", source)), CONFIG)
+    assert model.head.out_features == 97  # type: ignore[union-attr]
+
+
 def test_a_model_that_runs_with_no_value_is_refused(tmp_path: Path) -> None:
     source = MODEL.replace("x = self.tok(ids)", "x = self.tok(ids) @ 'no tensor'")
     with pytest.raises(AdaptError, match=r"needs the argument cfg\.kind_of_pos"):

@@ -97,8 +97,31 @@ def attention_nodes(graph: Graph, unknown: Sequence[Node], width: int) -> list[A
 
 
 def nodes_of_blocks(graph: Graph, width: int) -> Span | None:
-    """Return the nodes between the embeddings and the last residual sum, if there are such."""
-    return _Search(graph, width).blocks()
+    """Return the nodes from the first residual sum's shortcut to the last such sum, if any."""
+    shape = (*graph.shape, width)
+    first = next((node for node in graph.nodes if node in graph.live and size(node) == shape), None)
+    sums = (
+        [] if first is None else [n for n in _meetings(graph, first) if _adds_two(graph, n, shape)]
+    )
+    if not sums:
+        return None
+    start = min(live_inputs(graph, sums[0]), key=graph.order.__getitem__)
+    return Span(start, sums[-1], graph.live_between([sums[-1]], [start]))
+
+
+def _meetings(graph: Graph, node: Node) -> Iterator[Node]:
+    """Yield the nodes that all paths from a node to the output contain."""
+    users = {node}
+    while users:
+        node = min(users, key=graph.order.__getitem__)
+        if len(users) == 1:
+            yield node
+        users = users - {node} | {*live_users(graph, node)}
+
+
+def _adds_two(graph: Graph, node: Node, shape: tuple[int, ...]) -> bool:
+    """Return whether a node is the sum of two tensors of this shape that depend on the ids."""
+    return kind(node) == "add" and [*map(size, live_inputs(graph, node))] == [shape, shape]
 
 
 class _Search:
@@ -112,43 +135,18 @@ class _Search:
 
     def layers(self) -> Iterator[AttentionNodes]:
         """Yield the attention of each layer, the first one first."""
-        start = self.first
+        start = next((node for node in self.values if size(node) == self.shape), None)
         while start is not None:
             mixed = self._mixed(start, self.shape[1] // 2)
-            mixes = self._earliest(mixed)
+            mixes = min(mixed, key=self.graph.order.__getitem__, default=None)
             end = None if mixes is None else self._end(mixes, mixed)
             if mixes is None or end is None:
                 return
-            span = self._span(start, end, mixed)
-            attended = [self._changed(span, position) for position in range(self.shape[1])]
-            yield AttentionNodes(**vars(span), mixes=mixes, attended=torch.stack(attended, dim=1))
+            first = self._input(start, end, mixed)
+            nodes = self.graph.live_between([end], [first])
+            attended = [self._changed(first, end, position) for position in range(self.shape[1])]
+            yield AttentionNodes(first, end, nodes, mixes, torch.stack(attended, dim=1))
             start = end
-
-    def blocks(self) -> Span | None:
-        """Return the nodes from the input of the first block to the result of the last one."""
-        if self.first is None:
-            return None
-        mixed = self._mixed(self.first, self.shape[1] // 2)
-        mixes = self._earliest(mixed)
-        meetings = [] if mixes is None else self._meetings(mixes, mixed)
-        sums = [node for node in meetings if self._adds_streams(node)]
-        return self._span(self.first, sums[-1], mixed) if sums else None
-
-    @property
-    def first(self) -> Node | None:
-        """The first hidden states."""
-        return next((node for node in self.values if size(node) == self.shape), None)
-
-    def _earliest(self, nodes: set[Node]) -> Node | None:
-        return min(nodes, key=self.graph.order.__getitem__, default=None)
-
-    def _adds_streams(self, node: Node) -> bool:
-        inputs = [a for a in live_inputs(self.graph, node) if size(a) == self.shape]
-        return kind(node) == "add" and len(inputs) == 2
-
-    def _span(self, start: Node, end: Node, mixed: set[Node]) -> Span:
-        first = self._input(start, end, mixed)
-        return Span(first, end, self.graph.live_between([end], [first]))
 
     def _run(self, targets: list[Node], known: dict[Node, Any]) -> list[Any]:
         return self.graph.run(targets, known, self._noisy, finite=True)
@@ -187,15 +185,15 @@ class _Search:
                 found.add(node)
         return found
 
-    def _changed(self, span: Span, position: int) -> Tensor:
+    def _changed(self, start: Node, end: Node, position: int) -> Tensor:
         """Return (T,), at which tokens the result changes with the input at one."""
-        value = self._after(span.start, position, [span.end])[span.end]
-        return _differs(value, self.values[span.end]).any(dim=2).any(dim=0)
+        value = self._after(start, position, [end])[end]
+        return _differs(value, self.values[end]).any(dim=2).any(dim=0)
 
     def _end(self, mixes: Node, mixed: set[Node]) -> Node | None:
         """Return the last hidden states before the residual sum that mixed tokens compute alone."""
-        meeting = (node for node in self._meetings(mixes, mixed) if size(node) == self.shape)
-        node = end = next(meeting, None)
+        meetings = (node for node in _meetings(self.graph, mixes) if size(node) == self.shape)
+        node = end = next(meetings, None)
         projected = False
         while node is not None:
             is_projection = node in self.index.projections
@@ -205,15 +203,6 @@ class _Search:
             end = node if size(node) == self.shape else end
             node = self._following(node, mixed)
         return end
-
-    def _meetings(self, node: Node, mixed: set[Node]) -> Iterator[Node]:
-        """Yield the nodes that all paths from a node to the output contain."""
-        users = {node}
-        while users:
-            node = min(users, key=self.graph.order.__getitem__)
-            if len(users) == 1 and node in mixed:
-                yield node
-            users = users - {node} | {*live_users(self.graph, node)}
 
     def _following(self, node: Node, mixed: set[Node]) -> Node | None:
         """Return the operation after a node, if it reads nothing but results of attention."""
