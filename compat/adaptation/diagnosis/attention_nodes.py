@@ -97,16 +97,14 @@ def attention_nodes(graph: Graph, unknown: Sequence[Node], width: int) -> list[A
 
 
 def nodes_of_blocks(graph: Graph, width: int) -> Span | None:
-    """Return the nodes from the first residual sum's shortcut to the last such sum, if any."""
+    """Return the nodes from the first residual connection to the last residual sum, if any."""
     shape = (*graph.shape, width)
-    first = next((node for node in graph.nodes if node in graph.live and size(node) == shape), None)
-    sums = (
-        [] if first is None else [n for n in _meetings(graph, first) if _adds_two(graph, n, shape)]
-    )
+    sums = [n for n in graph.nodes if n in graph.live and _adds_two(graph, n, shape)]
     if not sums:
         return None
     start = min(live_inputs(graph, sums[0]), key=graph.order.__getitem__)
-    return Span(start, sums[-1], graph.live_between([sums[-1]], [start]))
+    *_, end = (node for node in _meetings(graph, start) if node is start or node in sums)
+    return Span(start, end, graph.live_between([end], [start])) if end is not start else None
 
 
 def _meetings(graph: Graph, node: Node) -> Iterator[Node]:
