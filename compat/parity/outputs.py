@@ -40,6 +40,8 @@ def find_logits(
     every_position = [t for t in squeezed if t.ndim == 3 and t.shape[:2] == (B, T)]
     every_position += [t.view(B, T, -1) for t in floats if t.ndim == 2 and len(t) == B * T]
     every_position = every_position or [t.mT for t in floats if _has_time_last(t, B, T)]
+    if not every_position:
+        every_position = [t.transpose(0, 1) for t in floats if _is_time_first(t, B, T)]
 
     def likelihood(tensor: Tensor) -> tuple[bool, int]:
         width = tensor.shape[-1]
@@ -60,7 +62,9 @@ def other_shape(output: Any, ids: Tensor) -> str:
     B, T = ids.shape
     tensors = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
     if any(t.ndim > 2 and {B, T} <= {*t.shape[:-1]} for t in tensors):
-        return ""
+        first = [_without_extra_axes(t, B, T).shape[:2] == (B, T) for t in tensors]
+        is_time_first = not any(first) and any(_is_time_first(t, B, T) for t in tensors)
+        return "(T, B, V)" if is_time_first else ""
     if any(t.ndim == 2 and len(t) == B * T for t in tensors):
         return "(B·T, V)"
     return "(B, V, T)" if any(_has_time_last(t, B, T) for t in tensors) else ""
@@ -69,6 +73,11 @@ def other_shape(output: Any, ids: Tensor) -> str:
 def _has_time_last(tensor: Tensor, B: int, T: int) -> bool:
     """Return whether a tensor may hold logits (B, V, T), as `F.cross_entropy` expects them."""
     return tensor.ndim == 3 and tensor.shape[0] == B and tensor.shape[2] == T != tensor.shape[1]
+
+
+def _is_time_first(tensor: Tensor, B: int, T: int) -> bool:
+    """Return whether a tensor may hold logits (T, B, V)."""
+    return tensor.ndim == 3 and tensor.shape[:2] == (T, B) != (B, T)
 
 
 def _without_extra_axes(tensor: Tensor, B: int, T: int) -> Tensor:

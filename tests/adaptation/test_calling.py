@@ -46,6 +46,7 @@ class Output:
         (LOGITS, HIDDEN[:, -1]),
         LOGITS[None],
         (LOGITS[:, None, :, None],),
+        LOGITS.transpose(0, 1),
     ],
     ids=lambda output: type(output).__name__,
 )
@@ -72,7 +73,7 @@ def test_logits_of_the_last_position_are_accepted_only_on_request(output: Any) -
     ("output", "words"),
     [
         (None, "returned no tensor for ids [2, 5], but must return [2, 5, V]"),
-        (torch.zeros(5, 2, 11), "returned [5, 2, 11] for ids [2, 5]"),
+        (torch.zeros(5, 3, 11), "returned [5, 3, 11] for ids [2, 5]"),
         (torch.zeros(1, 5, 2, 11), "returned [1, 5, 2, 11] for ids [2, 5]"),
         (IDS, "returned [2, 5] for ids"),
         ("logits", "no tensor"),

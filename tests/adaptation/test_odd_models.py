@@ -793,12 +793,28 @@ class ReturnsTokensLast(GPT):
         return logits.transpose(1, 2)  # (B, V, T), as F.cross_entropy expects them
 
 
-def test_the_shape_of_the_logits_is_reported(tiny: Path) -> None:
-    adaptation = adapt(noisy_model(ReturnsTokensLast), tiny)
+class ReturnsTokensFirst(GPT):
+    def forward(self, ids: Tensor) -> Any:
+        x = ids.transpose(0, 1)  # as for nn.TransformerEncoder without batch_first
+        return self.logits(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "fix", "line"),
+    [
+        (ReturnsTokensLast, "(B, V, T)", "transpose(1, 2)", "return logits.transpose(1, 2)"),
+        (ReturnsTokensFirst, "(T, B, V)", "transpose(0, 1)", "x = ids.transpose(0, 1)"),
+    ],
+)
+def test_the_shape_of_the_logits_is_reported(
+    tiny: Path, build: Build, shape: str, fix: str, line: str
+) -> None:
+    adaptation = adapt(noisy_model(build), tiny)
+    assert adaptation
     [found] = [f for f in adaptation.findings if f.code == "output_shape"]
-    assert "returns logits of shape (B, V, T)" in found.message
-    assert found.fix == "logits.transpose(1, 2)"
-    assert "return logits.transpose(1, 2)" in (found.source_line or "")
+    assert f"returns logits of shape {shape}" in found.message
+    assert found.fix == f"logits.{fix}"
+    assert line in (found.source_line or "")
 
 
 def test_the_only_length_that_a_model_accepts_is_reported(tiny: Path) -> None:

@@ -381,6 +381,10 @@ RESHAPES = {
         r"(return|logits|out\w*)\b.*(transpose\(|permute\(|\.mT\b)",
         "transpose(1, 2)",
     ),
+    "(T, B, V)": (
+        r"\b(ids|idx|in_?put\w*|src|tok\w*|x)\.(transpose\(0, 1\)|permute\(1, 0|m?T\b|t\(\))",
+        "transpose(0, 1)",
+    ),
 }
 
 
