@@ -65,6 +65,7 @@ UNPACKED = re.compile(r"\*\*(vars\(|[\w.]+(\.__dict__|asdict\(|\.dict\(|\.model_
 _COMPUTED = re.compile("kv|key|group|multiplier")
 # A line that asks for a file, as `assert Path(corpus).exists()` does.
 _ASKS_FOR_A_FILE = re.compile(r"\b(exists|is_?file|is_?dir)\(")
+_OF_FILES = re.compile("_(dir(ectory)?|path|file|folder)$")
 _WIDTH = re.compile("dim|embd?|model|width|size")
 INT = (int, "int")  # annotations of a number
 LARGEST_FACTOR = 16  # by which a default multiplies the width
@@ -204,6 +205,8 @@ class ConfigMaker:
                 continue
             elif required and "Path" in str(parameter.annotation):  # of data, which no layer reads
                 arguments[name] = Path(name)
+            elif required and _OF_FILES.search(name) and parameter.annotation in (str, "str"):
+                arguments[name] = name
             elif required and name not in read - usage.sections:
                 arguments[name] = _unread(parameter.annotation)
                 unread.append(name)

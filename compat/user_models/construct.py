@@ -20,7 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from textwrap import shorten
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -238,4 +238,4 @@ def _shown(value: object) -> str:
         return f"{type(value).__name__}({entries})"
     if isinstance(value, nn.Module):
         return f"{type(value).__name__}(…)"
-    return value.__name__ if isinstance(value, FunctionType) else repr(value)
+    return value.__name__ if isinstance(value, (FunctionType, ModuleType)) else repr(value)

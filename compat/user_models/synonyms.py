@@ -131,7 +131,7 @@ _NEUTRAL: dict[str, Any] = {
     "outputhiddenstates": False, "usereturndict": False, "betas": (0.9, 0.999),
     "tokenizer": None, "tokeniser": None, "logger": None,
     "dtype": torch.float32, "torchdtype": torch.float32, "paramdtype": torch.float32,
-    "theta": 10000.0,
+    "theta": 10000.0, "torch": torch, "nn": torch.nn,
 }  # fmt: skip
 _MASKED_SCORE = re.compile(
     r"(mask(ing|ed)?)?(minus|neg(ative)?)inf(inity)?|mask(ing|ed)?(fill)?value"

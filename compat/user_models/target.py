@@ -499,6 +499,7 @@ def _chosen(
     if name is None:
         name = "make_model" if _functions(body, "make_model") else _sequential(classes, body)
         name = name or _root(classes, body, place, notes)
+        name = _enclosing(name, body) or name
     there_are = f"Its nn.Module classes: {listed(known)}" if known else "It has no nn.Module class"
     try:
         found = getattr(module, name)
@@ -588,6 +589,17 @@ def _sequential(classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]) -> s
         if re.search(built, ast.unparse(function)):
             if models <= {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}:
                 return function.name
+    return None
+
+
+def _enclosing(name: str, body: Iterable[ast.stmt]) -> str | None:
+    """Return the function with sizes that defines a class and returns an instance of it."""
+    for function in _functions_with_sizes(body):
+        returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return)]
+        made = [ast.unparse(value.func) for value in returned if isinstance(value, ast.Call)]
+        defined = [node.name for node in function.body if isinstance(node, ast.ClassDef)]
+        if name in defined and name in made:
+            return function.name
     return None
 
 

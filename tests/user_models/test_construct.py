@@ -161,6 +161,41 @@ def test_an_argument_that_is_compared_with_a_string_is_not_a_size(
     assert build(tmp_path, gpt(", ffn", "0, 0, 0, 0, 0, ffn", before)).extra == expected
 
 
+def test_a_class_inside_a_function_with_sizes_is_built_by_the_function(tmp_path: Path) -> None:
+    source = """
+from dataclasses import dataclass
+
+@dataclass
+class TrainConfig:
+    data_dir: str
+    embed_dim: int = 8
+    n_layers: int = 2
+    n_heads: int = 2
+
+def train(config):
+    return open(config.data_dir)
+
+def build_gpt(torch, nn, vocab_size, max_len, config: TrainConfig):
+    class GPT(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(vocab_size, config.embed_dim)
+            self.pos = nn.Embedding(max_len, config.embed_dim)
+            self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(config.embed_dim,
+                config.n_heads) for _ in range(config.n_layers))
+
+        def forward(self, ids):
+            return self.embed(ids)
+
+    return GPT()
+"""
+    target = load_target(str(written(tmp_path, source)))
+    assert target.__name__ == "build_gpt"
+    model, call = construct_with_call(target, CONFIG)
+    assert (len(model.blocks), model.pos.num_embeddings) == (3, 32)  # type: ignore[arg-type,union-attr]
+    assert call.startswith("build_gpt(torch=torch, nn=torch.nn, vocab_size=97, max_len=32, config=")
+
+
 def test_a_head_is_divided_into_a_part_that_is_rotated_and_the_rest(tmp_path: Path) -> None:
     names = "n_vocab, ctx, width, depth, heads"
     sizes = f"{names}, (rope_head_dim, qk_nope_head_dim)"
