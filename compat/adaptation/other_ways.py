@@ -52,8 +52,9 @@ from compat.loading import load_into
 from compat.name_map import NameMap
 from compat.user_models.eval_mode import eval_mode
 
-# Errors of a graph that is run with other values than those it was traced with.
-OF_OTHER_VALUES = (RuntimeError, LookupError, ValueError)
+# What a graph raises with other values than those it was traced with, and a model of a class of
+# the user's that accepts no further module.
+OF_OTHER_VALUES = (RuntimeError, LookupError, ValueError, TypeError, AttributeError)
 
 # Rewrites of a graph, and whether parts that GPT-2 does not have are accepted after them.
 REWRITES: tuple[tuple[Callable[[Graph], bool], bool], ...] = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -128,6 +127,11 @@ class _Search:
     def __init__(self, graph: Graph, width: int) -> None:
         self.graph, self.shape = graph, (*graph.shape, width)
         self.index = GraphIndex(graph)
+        # With noise, because a parameter may be initialized with zeros.
+        self.parameters = {
+            node: graph.values[node].double() + 0.1 * random_values(graph.values[node].shape, seed)
+            for seed, node in enumerate(graph.names)
+        }
         nodes = [node for node in graph.nodes if node in graph.live]
         self.values: dict[Node, Any] = dict(zip(nodes, self._run(nodes, {}), strict=True))
 
@@ -147,19 +151,7 @@ class _Search:
             start = end
 
     def _run(self, targets: list[Node], known: dict[Node, Any]) -> list[Any]:
-        return self.graph.run(targets, known, self._noisy, finite=True)
-
-    def _noisy(self, parameter: Node) -> Tensor:
-        """Return a parameter with noise, because it may be initialized with zeros."""
-        return self._noise[parameter]
-
-    @cached_property
-    def _noise(self) -> dict[Node, Tensor]:
-        values = self.graph.values
-        return {
-            node: values[node].double() + 0.1 * random_values(values[node].shape, seed)
-            for seed, node in enumerate(self.graph.names)
-        }
+        return self.graph.run(targets, known, self.parameters.__getitem__, finite=True)
 
     def _after(self, start: Node, position: int, targets: list[Node]) -> dict[Node, Any]:
         """Return the values of nodes after another value of `start` at one position."""
@@ -235,4 +227,5 @@ class _Search:
 
 
 def _differs(one: Tensor, other: Tensor) -> Tensor:
+    one, other = one.double(), other.double()  # a comparison's results are booleans
     return (one - other).abs() > SAME * other.abs().amax()
