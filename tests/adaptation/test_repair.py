@@ -823,6 +823,20 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["head_width"],
         "nn.ModuleList([nn.Linear(dim, dim // heads) for _ in range(heads)])",
     ),
+    "a class that gets the width of the model as that of a head": (
+        [("    def __init__(self, dim, heads, context):\n        super().__init__()\n"
+          "        self.heads, self.head_dim = heads, dim // heads\n",
+          "    def __init__(self, dim, heads, context, head_size):\n        super().__init__()\n"
+          "        self.heads, self.head_dim = heads, head_size\n"),
+         *((f"self.W_{name} = nn.Linear(dim, dim)",
+            f"self.W_{name} = nn.Linear(dim, heads * head_size)")
+           for name in ("query", "key", "value")),
+         ("out_proj = nn.Linear(dim, dim)", "out_proj = nn.Linear(heads * head_size, dim)"),
+         ("view(B, T, C)", "view(B, T, -1)"),
+         ("Attention(dim, heads, context)", "Attention(dim, heads, context, dim)")],
+        ["head_width"],
+        "Attention(dim, heads, context, dim // heads)",
+    ),
     "a norm that adds its weight in place of its bias": (
         [("torch.sqrt(var + 1e-5) + self.shift", "torch.sqrt(var + 1e-5) + self.scale")],
         ["no_ln_bias", "other_norm"],

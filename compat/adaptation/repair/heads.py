@@ -33,6 +33,7 @@ from compat.adaptation.repair.syntax import (
     constructor,
     name_of,
     own_attribute,
+    parameters,
     unpacked_sizes,
     variable,
     variables,
@@ -46,7 +47,7 @@ from compat.adaptation.repair.tensors import (
     size_of,
     unique,
 )
-from compat.adaptation.repair.values import hyperparameters
+from compat.adaptation.repair.values import classes, hyperparameters
 from compat.user_models.synonyms import role_of
 
 
@@ -198,8 +199,9 @@ def divided_width(site: Site) -> Iterator[Edits]:
                 sides = {code_of(node.left), code_of(node.right)}
                 if isinstance(node.op, ast.Mult) and width in sides and sides & set(numbers):
                     products.append(Edit.replace_group(node, width))
-            for own in _head_sizes(init, width, numbers):
-                widths.append(Edit.replace(own, f"{width} // {numbers[0]}"))
+            for own in [*_head_sizes(init, width, numbers), *_passed_sizes(site, init, width)]:
+                if numbers:
+                    widths.append(Edit.replace(own, f"{width} // {numbers[0]}"))
     if widths:
         yield list(dict.fromkeys([*products, *widths]))
 
@@ -208,7 +210,7 @@ def _head_sizes(init: ast.FunctionDef, width: str, numbers: list[str]) -> Iterat
     """Yield where a constructor uses the width of the model as that of a head."""
     for node in find(ast.Assign, init):
         for target, value in assigned(node):
-            if HEAD_SIZE.match(name_of(target)) and code_of(value) == width and numbers:
+            if HEAD_SIZE.match(name_of(target)) and code_of(value) == width:
                 yield value
     for each in find(ast.ListComp, init):  # of one projection for each head
         counts = [code_of(node) for one in each.generators for node in ast.walk(one.iter)
@@ -217,6 +219,19 @@ def _head_sizes(init: ast.FunctionDef, width: str, numbers: list[str]) -> Iterat
             for size in each.elt.args[1:2] if called(each.elt) == "Linear" else ():
                 if code_of(size) == width:
                     yield size
+
+
+def _passed_sizes(site: Site, init: ast.FunctionDef, width: str) -> Iterator[ast.expr]:
+    """Yield where a constructor passes the width of the model to another as that of a head."""
+    for call in find(ast.Call, init):
+        passed = {each.arg or "": each.value for each in call.keywords}
+        for cls in classes(site, called(call)):
+            if (other := constructor(cls)) is not None:
+                passed |= dict(zip(parameters(other)[1:], call.args, strict=False))
+        yield from (
+            value for name, value in passed.items()
+            if HEAD_SIZE.match(name) and code_of(value) == width
+        )  # fmt: skip
 
 
 # Heads that are not split.
