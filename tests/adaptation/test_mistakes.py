@@ -1924,9 +1924,10 @@ def test_a_fused_projection_before_a_module_that_projects_again_is_reported(
     assert "self.qkv(x)" in line
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_norm_of_a_latent_is_no_bias_of_its_projections(
-    tiny: Path, tmp_path: Path, bias: bool
+def test_biases_and_rotations_beside_the_norm_of_a_latent_are_found(
+    tiny: Path, tmp_path: Path, bias: bool, rotated: bool
 ) -> None:
     expand = f"nn.Linear(9, dim, bias={bias})"
     edits = [
@@ -1939,8 +1940,17 @@ def test_the_norm_of_a_latent_is_no_bias_of_its_projections(
          "        latent = self.norm(self.W_latent(x))\n        keys = self.W_key(latent)\n"),
         ("self.W_value(x)", "self.W_value(latent)"),
     ]  # fmt: skip
+    if rotated:
+        turned = (
+            "        a = torch.arange(T)[:, None] / torch.arange(1, self.head_dim // 2 + 1)\n"
+            "        a, b = torch.cat([a, a], -1), self.head_dim // 2\n"
+            "        queries, keys = (x * a.cos() + torch.cat([-x[..., b:], x[..., :b]], -1)"
+            " * a.sin() for x in (queries, keys))\n"
+        )
+        edits.append(("        scores = queries", f"{turned}        scores = queries"))
     found = {f.code for f in adapted(tiny, tmp_path, edits).deviations}
-    assert found == {"latent_attention", *([] if bias else ["no_qkv_bias"])}
+    others = [*([] if bias else ["no_qkv_bias"]), *(["rope"] if rotated else [])]
+    assert found == {"latent_attention", *others}
 
 
 def test_a_further_branch_before_the_mlp_is_named(tiny: Path, tmp_path: Path) -> None:

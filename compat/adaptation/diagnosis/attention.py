@@ -23,6 +23,7 @@ from compat.adaptation.diagnosis.attention_formula import (
     mask_code,
     rotation_of,
     scale_code,
+    turns_equal_tokens,
     turns_with_position,
 )
 from compat.adaptation.diagnosis.context import DiagnosisContext
@@ -368,6 +369,9 @@ class LayerAttention:
     @cached_property
     def is_turned(self) -> bool:
         """Whether q is rotated by its position after operations like a norm of q and k."""
+        if self.unknown:
+            x1 = self.layer.x1
+            return len(size(x1)) == 3 and turns_equal_tokens(self.graph, x1, self.op.q)
         indirect = self.attention.indirect and not self.unsplit
         return indirect and turns_with_position(self.graph, self.attention, self.op.q)
 
@@ -457,7 +461,7 @@ def rope(layer: LayerAttention) -> Deviation | None:
         usual = tables or [n for n, _ in others]
     place = source.running(layer.graph, usual or live)
     changes = _rotation(layer) if layer.attention.rotated else layer.own_attention
-    return Deviation(f"h.{layer.i}.q", place, changes=changes)
+    return Deviation(f"h.{layer.i}.q", place, changes=None if layer.unknown else changes)
 
 
 def _rotation(layer: LayerAttention) -> Changes | None:

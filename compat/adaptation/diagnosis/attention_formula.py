@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from compat.adaptation.anatomy.dissect import Operand
 from compat.adaptation.mapping.assignments import Attention
 from compat.adaptation.mapping.linear_maps import View, function_between, token_view
-from compat.adaptation.tracing.graph import Graph, random_values
+from compat.adaptation.tracing.graph import Graph, random_values, size
 from compat.config import GPT2Config
 from compat.errors import listed
 
@@ -367,14 +367,28 @@ def turns_with_position(graph: Graph, attention: Attention, q: Operand) -> bool:
         [found] = graph.run([q.node], attention.q.node_values(x), finite=True)
         return found.movedim(q.time, 0)[T // 2 :].flatten(1)  # after tokens without a predecessor
 
-    def differ(rows: Tensor, rtol: float = 1e-6) -> bool:
-        return not torch.allclose(rows, rows[:1].expand_as(rows), rtol=rtol, atol=1e-9)
+    # A term would be added to zeros too.
+    return _turned(later(x)) and not _differ(later(torch.zeros_like(x)))
 
-    turned = later(x)
-    # A cumulative sum changes the norm too; cosines in bfloat16 change it by less than 1 %.
-    if not differ(turned) or differ(turned.norm(dim=1), rtol=0.02):
-        return False
-    return not differ(later(torch.zeros_like(x)))  # a term would be added to zeros too
+
+def turns_equal_tokens(graph: Graph, x1: Node, q: Operand) -> bool:
+    """Return the same for projections of unknown structure, from their input x1 (B, T, C)."""
+    x = random_values(size(x1)[-1:]).expand(size(x1))
+    [found] = graph.run([q.node], {x1: x}, finite=True)
+    rows = found.movedim(q.time, 0)
+    return _turned(rows[len(rows) // 2 :].flatten(1))
+
+
+def _turned(rows: Tensor) -> bool:
+    """Return whether rows differ, but not their norms.
+
+    A cumulative sum changes the norm too; cosines in bfloat16 change it by less than 1 %.
+    """
+    return _differ(rows) and not _differ(rows.norm(dim=1), rtol=0.02)
+
+
+def _differ(rows: Tensor, rtol: float = 1e-6) -> bool:
+    return not torch.allclose(rows, rows[:1].expand_as(rows), rtol=rtol, atol=1e-9)
 
 
 def rotation_of(
