@@ -23,6 +23,7 @@ from compat.adaptation.diagnosis.attention_nodes import (
     own_attention,
     own_blocks,
 )
+from compat.adaptation.diagnosis.counterfactual import relative_rms
 from compat.adaptation.diagnosis.findings import limits_of, no_head, unexplained, untraced
 from compat.adaptation.diagnosis.first_block import first_block
 from compat.adaptation.diagnosis.proof import end_to_end
@@ -33,7 +34,7 @@ from compat.adaptation.mapping.by_calls import map_by_calls
 from compat.adaptation.mapping.embeddings import embedding_of
 from compat.adaptation.part import of_part, with_part
 from compat.adaptation.result import Adaptation, Finding
-from compat.adaptation.stages import Mapped, Run, WithHead, judge, map_graph
+from compat.adaptation.stages import DIFFERS, Mapped, Run, WithHead, judge, map_graph
 from compat.adaptation.tracing.calling import Wrapped, find_signature
 from compat.adaptation.tracing.graph import Graph, Place, kind, size
 from compat.adaptation.tracing.record import Untraceable, to_graph
@@ -214,7 +215,7 @@ def judge_otherwise(run: Run, error: AdaptError) -> Adaptation:
                 incompatible = adaptation, _weights(run.model)
         _restore(run.model, before)
     with suppress(CompatError):
-        if by_calls := judge_by_calls(run, Untraceable(str(error))):
+        if by_calls := judge_by_calls(run, Untraceable(str(error)), must_agree=True):
             return by_calls
     if incompatible is not None:
         adaptation, loaded = incompatible
@@ -416,11 +417,16 @@ def _beside_own(findings: Sequence[Finding], surveyed: list[Finding], part: str)
     ]
 
 
-def judge_by_calls(run: Run, error: Untraceable) -> Adaptation:
+def judge_by_calls(run: Run, error: Untraceable, must_agree: bool = False) -> Adaptation:
     """Map by the order of module calls, and compare only the logits.
 
+    Args:
+        run: the call of adapt.
+        error: why the model's graph is not known.
+        must_agree: stop if the logits of the traced ids differ, before other inputs are compared.
+
     Raises:
-        Untraceable: the calls do not lead to a map either.
+        Untraceable: the calls do not lead to a map either, or the logits differ and must not.
     """
     try:
         name_map = map_by_calls(run.model, run.call, run.ids, run.config)
@@ -431,11 +437,14 @@ def judge_by_calls(run: Run, error: Untraceable) -> Adaptation:
         ) from error
     load_into(run.model, name_map, run.checkpoint)
     reference = run.reference()
-    proof = end_to_end(run.model, run.call, reference)
     with eval_mode(run.model):
-        logits = {"logits": run.call(run.model, run.ids)}
+        own = run.call(run.model, run.ids)
+    expected = reference.trace(run.ids)[0]["logits"][:, -own.shape[1] :]
+    if must_agree and (own.shape != expected.shape or relative_rms(own, expected) > DIFFERS):
+        raise error
+    proof = end_to_end(run.model, run.call, reference)
     name = type(run.model).__name__
-    report = reference.report(name, run.ids, ["logits"], lambda forced: logits, proof)
+    report = reference.report(name, run.ids, ["logits"], lambda forced: {"logits": own}, proof)
     findings = [untraced(error)]
     if not report:
         words = "the logits differ from the reference's, but without a graph compat cannot find why"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -127,12 +128,9 @@ class _Search:
     def __init__(self, graph: Graph, width: int) -> None:
         self.graph, self.shape = graph, (*graph.shape, width)
         self.index = GraphIndex(graph)
-        # With noise, because a parameter may be initialized with zeros.
-        self.parameters = {
-            node: graph.values[node].double() + 0.1 * random_values(graph.values[node].shape, seed)
-            for seed, node in enumerate(graph.names)
-        }
-        nodes = [node for node in graph.nodes if node in graph.live]
+        self.noisy = cache(partial(_with_noise, graph))
+        logits = size(graph.output)[-1:]
+        nodes = [n for n in graph.nodes if n in graph.live and size(n)[-1:] != logits]
         self.values: dict[Node, Any] = dict(zip(nodes, self._run(nodes, {}), strict=True))
 
     def layers(self) -> Iterator[AttentionNodes]:
@@ -151,7 +149,7 @@ class _Search:
             start = end
 
     def _run(self, targets: list[Node], known: dict[Node, Any]) -> list[Any]:
-        return self.graph.run(targets, known, self.parameters.__getitem__, finite=True)
+        return self.graph.run(targets, known, self.noisy, finite=True)
 
     def _after(self, start: Node, position: int, targets: list[Node]) -> dict[Node, Any]:
         """Return the values of nodes after another value of `start` at one position."""
@@ -224,6 +222,13 @@ class _Search:
                 return None
             [node] = live_inputs(self.graph, node)
         return node
+
+
+def _with_noise(graph: Graph, parameter: Node) -> Tensor:
+    """Return the value of a parameter with noise, because it may be initialized with zeros."""
+    value = graph.values[parameter]
+    generator = torch.Generator().manual_seed(graph.order[parameter])
+    return (value + 0.1 * torch.randn(value.shape, generator=generator)).double()
 
 
 def _differs(one: Tensor, other: Tensor) -> Tensor:
