@@ -1482,6 +1482,24 @@ def test_factors_of_the_stream_without_effect_are_told(
         assert told.message.endswith("but initial values without effect")
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_padding_id_that_no_token_has_is_told(tiny: Path, tmp_path: Path, masked: bool) -> None:
+    """compat passes -1 for it."""
+    masking = "        x = x.masked_fill((ids == self.pad_idx)[..., None], 0.0)\n" if masked else ""
+    edits = [
+        ("emb_dim, n_heads, n_layers)", "emb_dim, n_heads, n_layers, pad_idx)"),
+        (HEAD, f"        self.pad_idx = pad_idx\n{HEAD}"),
+        (LOOP, masking + LOOP),
+    ]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert adaptation
+    found = [f for f in adaptation.findings if f.code == "id_condition"]
+    assert [f.severity for f in found] == ["info"] * masked
+    if masked:
+        assert found[0].message.startswith("the code treats the id -1 differently")
+        assert found[0].source_line == masking.strip()
+
+
 def test_equal_lists_of_all_blocks_are_one_finding(tiny: Path, tmp_path: Path) -> None:
     up = "        self.up = nn.Linear(dim, 4 * dim)\n"
     norms = f"{up}        self.norms = [nn.Identity()]\n"

@@ -101,6 +101,12 @@ def low_rank_term(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(None, lines[0], lines=lines)
 
 
+NO_ID = (
+    "the code treats the id {found} differently, which compat passed because no token has it, but "
+    "GPT-2 treats all ids alike"
+)
+
+
 @deviation(
     "the code depends on the value of an id here, and {found}, but GPT-2 treats all ids alike",
     "Remove the condition. If it hides padding, pass an attention mask as an argument.",
@@ -118,25 +124,38 @@ def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
         evidence = "confirmed: all taps agree on random ids"
         yield Deviation("logits", lines[0], values, evidence=evidence, lines=lines)
         return
+    evidence = "confirmed: the logits change with the result of this comparison"
     for node in compared:
         number = node.args[1] if len(node.args) > 1 else None
-        if isinstance(number, int) and _matters(context, node, number):
+        if not isinstance(number, int) or not _matters(context, node, number):
+            continue
+        place = graph.place(node)
+        if 0 <= number < context.config.vocab_size:
             values = {"found": f"the id {number} changes the logits in a way that other ids do not"}
-            evidence = "confirmed: the logits change with the result of this comparison"
-            yield Deviation("logits", graph.place(node), values, evidence=evidence)
-            return
+            yield Deviation("logits", place, values, evidence=evidence)
+        else:
+            found = {"found": str(number)}
+            yield Deviation(
+                "logits", place, found, evidence=evidence, severity="info", message=NO_ID
+            )
+        return
 
 
 def _matters(context: DiagnosisContext, node: Node, number: int) -> bool:
-    """Return whether the comparison of the ids with one id changes the logits."""
+    """Return whether the logits change with the result of comparing one of the ids."""
     graph, ids = context.graph, tensor_inputs(node)[0]
     while ids is not graph.input and kind(ids) in MOVES:
         ids = tensor_inputs(ids)[0]
-    if ids is not graph.input or not 0 <= number < context.config.vocab_size:
+    if ids is not graph.input:
         return False
-    example = graph.example.clone()
+    example, middle = graph.example.clone(), (slice(None), graph.shape[1] // 2)
     [other] = graph.run([node], {graph.input: example})
-    example[:, example.shape[1] // 2] = number
+    if 0 <= number < context.config.vocab_size:
+        example[middle] = number
+    else:  # no id equals it, so the result is changed as if one did
+        other = other.clone(memory_format=torch.contiguous_format)
+        by_token = other.view(graph.shape)
+        by_token[middle] = ~by_token[middle]
     [own] = graph.run([graph.output], {graph.input: example}, finite=True)
     [forced] = graph.run([graph.output], {graph.input: example, node: other}, finite=True)
     return not torch.allclose(own, forced, rtol=1e-6, atol=1e-9)
