@@ -51,7 +51,7 @@ from compat.adaptation.tracing.watched import attention_at
 from compat.errors import AdaptError, CompatError
 from compat.loading import load_into
 from compat.name_map import NameMap
-from compat.user_models.eval_mode import eval_mode
+from compat.user_models.eval_mode import eval_mode, restore_weights, saved_weights
 
 # What a graph raises with other values than those it was traced with, and a model of a class of
 # the user's that accepts no further module.
@@ -141,14 +141,14 @@ def judge_batch_first(run: Run, error: BatchFirst, accepts_others: bool = False)
 
 def _of_one_sequence(run: Run, accepts_others: bool) -> Adaptation | None:
     """Judge the model by a call with one sequence; None if it then attends to later tokens too."""
-    weights = _weights(run.model)
+    weights = saved_weights(run.model)
     with suppress(AdaptError):
         alone = replace(run, call=find_signature(run.model, run.ids, rows=0))
         graph = to_graph(run.model, alone.call, run.ids)
         adaptation = judge(alone, map_graph(graph, run.checkpoint, accepts_others))
         if all(finding.code != "no_mask" for finding in adaptation.findings):
             return adaptation
-    _restore(run.model, weights)
+    restore_weights(run.model, weights)
     return None
 
 
@@ -200,7 +200,7 @@ def judge_otherwise(run: Run, error: AdaptError) -> Adaptation:
     """
     if error.__cause__ is not None:  # a fault of compat in reading the graph, to be reported
         raise error
-    before, unknown = _weights(run.model), error
+    before, unknown = saved_weights(run.model), error
     incompatible: tuple[Adaptation, list[Tensor]] | None = None  # with the weights it has loaded
     for rewrite, accepts_others in REWRITES:
         with suppress(CompatError):
@@ -212,21 +212,21 @@ def judge_otherwise(run: Run, error: AdaptError) -> Adaptation:
             if adaptation:
                 return adaptation
             if adaptation is not None and incompatible is None:
-                incompatible = adaptation, _weights(run.model)
-        _restore(run.model, before)
+                incompatible = adaptation, saved_weights(run.model)
+        restore_weights(run.model, before)
     with suppress(CompatError):
         if by_calls := judge_by_calls(run, Untraceable(str(error)), must_agree=True):
             return by_calls
     if incompatible is not None:
         adaptation, loaded = incompatible
-        _restore(run.model, loaded)
+        restore_weights(run.model, loaded)
         return adaptation
     if isinstance(error, UnknownPart) and isinstance(unknown, UnknownPart):
         with suppress(CompatError):
             return _with_own_part(run, unknown)
-        _restore(run.model, before)
+        restore_weights(run.model, before)
         return _with_first_block(run, _survey(run, unknown))
-    _restore(run.model, before)
+    restore_weights(run.model, before)
     raise AdaptError(f"{error}. {BY_HAND}") from error
 
 
@@ -242,16 +242,6 @@ def _rewritten(
     except BatchFirst as error:  # it has parts that GPT-2 does not have
         return judge_batch_first(run, error, accepts_others=True)
     return judge(run, mapped)
-
-
-def _weights(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def _restore(model: nn.Module, weights: list[Tensor]) -> None:
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), weights, strict=True):
-            parameter.copy_(value)
 
 
 def _survey(run: Run, error: UnknownPart) -> Adaptation:
@@ -279,13 +269,14 @@ def _with_own_part(run: Run, error: UnknownPart) -> Adaptation:
     graph = to_graph(run.model, run.call, run.ids)
     if isinstance(error, UnknownHead):
         return _with_own_head(run, graph, error)
-    before = _weights(run.model)
+    unused = _unused_attention(run, graph, error)
+    before = saved_weights(run.model)
     with suppress(CompatError, *OF_OTHER_VALUES):
-        if not _unused_attention(run, graph, error):
+        if not unused:
             return _with_own_attention(run, graph, error)
-    _restore(run.model, before)
+    restore_weights(run.model, before)
     try:
-        return _with_own_blocks(run, graph, error)
+        return _with_own_blocks(run, graph, error, unused)
     except OF_OTHER_VALUES:
         raise error from None
 
@@ -315,14 +306,20 @@ def _with_own_attention(run: Run, graph: Graph, error: UnknownPart) -> Adaptatio
     return replace(adaptation, findings=findings)
 
 
-def _with_own_blocks(run: Run, graph: Graph, error: UnknownPart) -> Adaptation:
-    """Judge the embeddings, the last norm and the head, with GPT-2's blocks between them."""
+def _with_own_blocks(
+    run: Run, graph: Graph, error: UnknownPart, unused: Sequence[Place]
+) -> Adaptation:
+    """Judge the embeddings, the last norm and the head, with GPT-2's blocks between them.
+
+    Args:
+        run, graph, error: the call of adapt, the model's graph, and the unknown part.
+        unused: the lines of attention that does not reach the logits.
+    """
     span = nodes_of_blocks(graph, run.config.n_embd)
     if span is None:
         raise error
     adaptation = _with_own_modules(run, [span], own_blocks(run.config))
-    attention = _unused_attention(run, graph, error)
-    surveyed = survey(graph, run.model, run.config, error, span.nodes, "blocks", attention)
+    surveyed = survey(graph, run.model, run.config, error, span.nodes, "blocks", unused)
     findings = _beside_own(adaptation.findings, surveyed, "blocks")
     return _with_first_block(run, replace(adaptation, findings=findings))
 
@@ -364,9 +361,9 @@ def _judge_partly(run: Run) -> Adaptation:
 
 def _with_first_block(run: Run, adaptation: Adaptation) -> Adaptation:
     """Add what the first block alone shows. The model keeps its weights."""
-    weights = _weights(run.model)
+    weights = saved_weights(run.model)
     found = _of_first_block(run, adaptation.findings)
-    _restore(run.model, weights)
+    restore_weights(run.model, weights)
     return replace(adaptation, findings=[*adaptation.findings, *found])
 
 

@@ -1,13 +1,13 @@
-"""Eval mode for a user's model, and back to the modes that its modules had."""
+"""Eval mode for a user's model, and back to the modes and the weights that its modules had."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -34,3 +34,15 @@ def _switches(module: nn.Module) -> bool:
         return True
     train, evaluate = (inspect.signature(f).parameters for f in (module.train, module.eval))
     return list(train) in (["mode"], []) and not evaluate
+
+
+def saved_weights(model: nn.Module) -> list[Tensor]:
+    """Return copies of a model's parameters."""
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def restore_weights(model: nn.Module, weights: Sequence[Tensor]) -> None:
+    """Copy the values that `saved_weights` returned to the model's parameters."""
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(value)

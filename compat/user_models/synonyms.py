@@ -164,8 +164,7 @@ CONFIG_CLASSES = tuple("config cfg conf args hparams params parameters settings"
 AMBIGUOUS = set(
     "block blocks emb embed embedding features ff ffn layer layers mlp tokens words".split()
 )
-SIZES = {"vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "d_inner", "d_head", "ratio"}
-SIZES |= {"half_head"}
+SIZES = set("vocab_size n_positions n_embd n_layer n_head d_inner d_head half_head ratio".split())
 _FIELDS = {field.name.replace("_", ""): field.name for field in fields(GPT2Config)}
 
 

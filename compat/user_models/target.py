@@ -595,12 +595,21 @@ def _sequential(classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]) -> s
 def _enclosing(name: str, body: Iterable[ast.stmt]) -> str | None:
     """Return the function with sizes that defines a class and returns an instance of it."""
     for function in _functions_with_sizes(body):
-        returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return)]
-        made = [ast.unparse(value.func) for value in returned if isinstance(value, ast.Call)]
+        made = _called_by(_returned(function))
         defined = [node.name for node in function.body if isinstance(node, ast.ClassDef)]
         if name in defined and name in made:
             return function.name
     return None
+
+
+def _returned(function: ast.FunctionDef) -> list[ast.expr | None]:
+    """Return the values of a function's return statements."""
+    return [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+
+
+def _called_by(values: Iterable[ast.expr | None]) -> list[str]:
+    """Return what is called where a value is a call."""
+    return [ast.unparse(value.func) for value in values if isinstance(value, ast.Call)]
 
 
 def _functions(body: Iterable[ast.stmt], name: str | None = None) -> list[ast.FunctionDef]:
@@ -701,11 +710,10 @@ def _unused(
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
         calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
         called = [n for call in calls if (n := ast.unparse(call.func)) in classes]
-        returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return)]
+        returned = _returned(function)
         several = any(isinstance(value, (ast.Tuple, ast.Dict)) for value in returned)
-        whole = {ast.unparse(value.func) for value in returned if isinstance(value, ast.Call)}
         if called and returned and not several:
-            used |= {*called} - {called[-1]} - whole
+            used |= {*called} - {called[-1], *_called_by(returned)}
     return [name for name in classes if name not in used], classes
 
 

@@ -1461,7 +1461,7 @@ class Attention("""
 
 
 @pytest.mark.parametrize(("first", "second"), [(1.0, 0.0), (1.1, 0.1)])
-def test_factors_of_the_stream_without_effect_are_told(
+def test_factors_of_the_stream_without_effect_are_reported(
     tiny: Path, tmp_path: Path, first: float, second: float
 ) -> None:
     factors = f"torch.tensor([{first}, {second}])"
@@ -1477,13 +1477,15 @@ def test_factors_of_the_stream_without_effect_are_told(
     if second:
         assert codes == {"eps_value", "extra_operation"}
     else:
-        [told] = [f for f in adaptation.findings if f.code == "random_parameters"]
-        assert codes == {"eps_value"} and told.severity == "info"
-        assert told.message.endswith("but initial values without effect")
+        [found] = [f for f in adaptation.findings if f.code == "random_parameters"]
+        assert codes == {"eps_value"} and found.severity == "info"
+        assert found.message.endswith("but initial values without effect")
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_padding_id_that_no_token_has_is_told(tiny: Path, tmp_path: Path, masked: bool) -> None:
+def test_a_padding_id_that_no_token_has_is_reported(
+    tiny: Path, tmp_path: Path, masked: bool
+) -> None:
     """compat passes -1 for it."""
     masking = "        x = x.masked_fill((ids == self.pad_idx)[..., None], 0.0)\n" if masked else ""
     edits = [

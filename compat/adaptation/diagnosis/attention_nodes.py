@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import GraphIndex
+from compat.adaptation.tracing.contractions import product_behind
 from compat.adaptation.tracing.graph import (
     MOVES,
     REDUCTIONS,
@@ -25,7 +26,6 @@ from compat.adaptation.tracing.graph import (
     live_inputs,
     live_users,
     random_values,
-    reads_parameter,
     size,
 )
 from compat.config import GPT2Config
@@ -33,8 +33,8 @@ from compat.dialects.linear import MultiHeadAttention, TransformerBlock
 
 # The relative difference below which a value is unchanged, in float64.
 SAME = 1e-9
-# More matrices of C² parameters than attention may have; with as many, the MLP is part of it.
-MOST_MATRICES = 6
+# Attention has four matrices of C² parameters, and the MLP as many as eight.
+MOST_IN_ATTENTION = 6
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def own_blocks(config: GPT2Config) -> nn.ModuleList:
 def attention_nodes(graph: Graph, unknown: Sequence[Node], width: int) -> list[AttentionNodes]:
     """Return the attention that computes these nodes, and that of other layers on the same lines.
 
-    It is empty where the MLP cannot be told from attention.
+    It is empty where attention and the MLP cannot be separated.
     """
     found = list(_Search(graph, width).layers())
     lines = {graph.place(n) for each in found if {*unknown} & {*each.nodes} for n in each.nodes}
@@ -93,7 +93,7 @@ def attention_nodes(graph: Graph, unknown: Sequence[Node], width: int) -> list[A
         for node in graph.parameters_between([each.end], [each.start])
         if graph.values[node].ndim > 1
     ]
-    return [] if sum(matrices) > MOST_MATRICES * width**2 else same
+    return [] if sum(matrices) > MOST_IN_ATTENTION * width**2 else same
 
 
 def nodes_of_blocks(graph: Graph, width: int) -> Span | None:
@@ -209,19 +209,9 @@ class _Search:
             before = {a for a in live_inputs(self.graph, node) if a is start or start in above[a]}
             nodes = nodes - {node} | before
             is_hidden = len(nodes) == 1 and not nodes & mixed and size(*nodes) == self.shape
-            if is_hidden and self._projection(*nodes) is None:
+            if is_hidden and product_behind(self.graph, *nodes) is None:
                 return nodes.pop()
         return start
-
-    def _projection(self, node: Node) -> Node | None:
-        """Return the projection whose result a node is, with or without a bias."""
-        while node not in self.index.projections:
-            if kind(node) not in MOVES and not (
-                kind(node) == "add" and reads_parameter(self.graph, node)
-            ):
-                return None
-            [node] = live_inputs(self.graph, node)
-        return node
 
 
 def _with_noise(graph: Graph, parameter: Node) -> Tensor:

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from compat.adaptation.diagnosis.attention_nodes import MOST_IN_ATTENTION
 from compat.adaptation.diagnosis.counterfactual import relative_rms
 from compat.adaptation.tracing.calling import Forward
 from compat.config import GPT2Config
-from compat.user_models.eval_mode import eval_mode
+from compat.user_models.eval_mode import eval_mode, restore_weights, saved_weights
 
 # The relative RMS difference below which two results of a module are the same.
 SAME = 1e-3
-# Attention has four matrices of C² parameters, and the MLP as many as eight.
-MOST_IN_ATTENTION = 6
 
 
 def first_block(
@@ -137,11 +136,9 @@ def _with_noise(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Change a module's parameters in the body."""
-    before = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
+    before = saved_weights(module)
     try:
-        for parameter, _ in before:
-            parameter.copy_(change(parameter))
+        restore_weights(module, [change(value) for value in before])
         yield
     finally:
-        for parameter, value in before:
-            parameter.copy_(value)
+        restore_weights(module, before)

@@ -22,16 +22,8 @@ from compat.adaptation.diagnosis.modified_reference import Changes
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
 from compat.adaptation.mapping.assignments import UnknownProjection
 from compat.adaptation.result import Severity
-from compat.adaptation.tracing.contractions import contraction
-from compat.adaptation.tracing.graph import (
-    MOVES,
-    Place,
-    kind,
-    live_inputs,
-    random_values,
-    size,
-    tensor_inputs,
-)
+from compat.adaptation.tracing.contractions import product_behind
+from compat.adaptation.tracing.graph import Place, random_values, size, tensor_inputs
 from compat.checkpoint.layout import HEAD
 from compat.errors import collapse_layers, listed
 from compat.name_map import all_parameters, sliced, whole_of
@@ -482,14 +474,8 @@ def _include_bias(context: DiagnosisContext, parameters: Sequence[Node]) -> bool
     """Return whether one of these parameters is added to a product, unlike those of a norm."""
     graph = context.graph
     vectors = [node for node in parameters if graph.values[node].ndim == 1]
-    for node in map(graph.first_reader, ([vector] for vector in vectors)):
-        if kind(node) == "add":
-            node = live_inputs(graph, node)[0]
-            while kind(node) in MOVES:
-                [node, *_] = live_inputs(graph, node)
-        if contraction(node) is not None:
-            return True
-    return False
+    readers = (graph.first_reader([vector]) for vector in vectors)
+    return any(product_behind(graph, node) is not None for node in readers)
 
 
 def _substitute(context: DiagnosisContext, hf: str) -> Tensor | None:
@@ -679,12 +665,6 @@ def _unknown_mlps(context: DiagnosisContext) -> tuple[str, ...]:
     return tuple(prefixes)
 
 
-def _before_first_norm(context: DiagnosisContext) -> set[Node]:
-    """Return the parameters between the embeddings and h.0.ln_1."""
-    end = context.places.named["h.0.ln_1"].start
-    return {*context.graph.parameters_between([end], [context.anatomy.embed])}
-
-
 def _is_identity(context: DiagnosisContext) -> bool:
     """Return whether h.0.ln_1 reads the sum of the embeddings, or the norm of it, unchanged."""
     norm, end = context.places.extra.get("embed"), context.places.named["h.0.ln_1"].start
@@ -729,12 +709,13 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     known |= later_tables(context)  # unexplained
     if context.anatomy.own_input is not None:  # extra_projection, extra_ln, or unexplained
         known |= {*graph.parameters_between([context.anatomy.embed], [context.anatomy.looked_up])}
+    neutral: set[str] = set()  # by the names of parameters without effect
     if context.anatomy.leading:  # extra_projection, or an MLP before attention
         x1 = context.anatomy.layers[0].x1
         known |= {*graph.parameters_between([x1], [context.anatomy.embed])}
-    neutral: set[str] = set()  # by the names of parameters without effect
-    if not context.anatomy.leading and "h.0.ln_1" in context.places.named:
-        before = _before_first_norm(context)
+    elif "h.0.ln_1" in context.places.named:
+        norm = context.places.named["h.0.ln_1"]
+        before = {*graph.parameters_between([norm.start], [context.anatomy.embed])}
         if _is_identity(context):
             neutral |= {name for node in before for name in graph.parameter_names(node)}
         else:  # extra_operation

@@ -221,8 +221,9 @@ def _values(name: str) -> tuple[Value, ...]:
     """Return the values to try for an argument of this name, the most likely first."""
     if name in TARGETS:
         return (lambda model, ids: ids,)
-    if "pad" in name and neutral(name)[0]:  # a padding id that no token has
-        return (lambda model, ids: neutral(name)[1],)
+    is_neutral, value = neutral(name)
+    if is_neutral and "pad" in name:  # a padding id that no token has
+        return (lambda model, ids: value,)
     if _is_mask(name):
         return tuple(_masks().values())
     if re.search("start|offset|past_?len|cur", name):

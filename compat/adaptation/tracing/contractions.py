@@ -9,7 +9,14 @@ from typing import Any
 
 from torch.fx import Node
 
-from compat.adaptation.tracing.graph import kind, size
+from compat.adaptation.tracing.graph import (
+    MOVES,
+    Graph,
+    kind,
+    live_inputs,
+    reads_parameter,
+    size,
+)
 
 SDPA = frozenset(
     """
@@ -102,3 +109,13 @@ def _einsum(node: Node, equation: str, a: Node, b: Node) -> Contraction:
         both = "".join(parts)
         out = "".join(sorted(x for x in set(both) if both.count(x) == 1))
     return Contraction(node, a, b, parts[0], parts[1], out)
+
+
+def product_behind(graph: Graph, node: Node) -> Node | None:
+    """Return the product whose result a node is, moved or with a bias; None if it is none."""
+    while contraction(node) is None:
+        is_bias = kind(node) == "add" and reads_parameter(graph, node)
+        if kind(node) not in MOVES and not is_bias:
+            return None
+        [node, *_] = live_inputs(graph, node)
+    return node
