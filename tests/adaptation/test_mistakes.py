@@ -1604,6 +1604,11 @@ OTHER_ATTENTION = {
         "        out = x.cumsum(1) / torch.arange(1, T + 1)[:, None]\n",
         "x.cumsum(1)",
     ),
+    "cumulative means of one projection": (
+        "        values = x @ self.W_value.weight.mT + self.W_value.bias\n"
+        "        out = values.cumsum(1) / torch.arange(1, T + 1)[:, None]\n",
+        "values.cumsum(1)",
+    ),
     "linear attention": (
         "        queries, keys = F.elu(queries) + 1, F.elu(keys) + 1\n"
         "        total = torch.einsum('bhtd,bhte->bhtde', keys, values).cumsum(2)\n"
