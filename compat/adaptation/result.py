@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -125,13 +126,15 @@ class Adaptation(HtmlPage):
     @property
     def why_unchecked(self) -> str:
         """The reason why `parity` is None."""
-        first = next((f.code for f in self.findings if f.severity == "breaks"), "unknown_part")
+        breaking = [found for found in self.findings if found.severity == "breaks"]
+        first = breaking[0].code if breaking else "unknown_part"
         if first == "unknown_part":
             return "compat does not know a part of the model"
         if len(self.unmatched) == self.tensors:
             return f"the model cannot be mapped because of {first}"
         if any(name.endswith("attn.c_attn.weight") for name in self.unmatched):
-            return f"the model's attention cannot be mapped because of {first}"
+            inside = (f.code for f in breaking if re.fullmatch(r"h\.\d+\.(q|heads)", f.tap or ""))
+            return f"the model's attention cannot be mapped because of {next(inside, first)}"
         return "its hidden states cannot be compared with the reference's"
 
     def patch(self, *, unsafe: bool = False) -> str | None:

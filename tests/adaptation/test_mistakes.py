@@ -1479,7 +1479,9 @@ def test_factors_of_the_stream_without_effect_are_reported(
     else:
         [found] = [f for f in adaptation.findings if f.code == "random_parameters"]
         assert codes == {"eps_value"} and found.severity == "info"
-        assert found.message.endswith("but initial values without effect")
+        assert "initial value" in found.message and found.message.endswith(
+            "no effect on the logits"
+        )
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -1923,6 +1925,38 @@ def test_tokens_may_be_routed_to_experts(tiny: Path, tmp_path: Path) -> None:
             assert line.startswith("self.gate, self.up = nn.Linear")
         assert {name.split(".")[2] for name in adaptation.unmatched} <= {"mlp", "attn"}
         assert "as in a mixture of experts" in only_finding(adaptation, "unknown_mlp").message
+
+
+HYPER_CONNECTIONS = [
+    ("        shortcut = x\n        x = self.norm1(x)\n",
+     "        copies = x\n        x = self.norm1((copies * self.read[0, :, None]).sum(2))\n"),
+    ("        x = x + shortcut\n        shortcut = x\n        x = self.norm2(x)\n",
+     "        copies = copies + x.unsqueeze(2) * self.write[0, :, None]\n"
+     "        x = self.norm2((copies * self.read[1, :, None]).sum(2))\n"),
+    ("        x = x + shortcut\n        return x\n",
+     "        return copies + x.unsqueeze(2) * self.write[1, :, None]\n"),
+    ("        self.norm1 = LayerNorm(dim)\n",
+     "        self.norm1 = LayerNorm(dim)\n"
+     "        self.read = nn.Parameter(torch.rand(2, 3))\n"
+     "        self.write = nn.Parameter(torch.rand(2, 3))\n"),
+    (LOOP, f"        x = x.unsqueeze(2).repeat(1, 1, 3, 1)\n{LOOP}"),
+    ("self.final_norm(x)", "self.final_norm(x.mean(2))"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_hyper_connections_are_named(tiny: Path, tmp_path: Path, routed: bool) -> None:
+    start, end = GPT.index("class FeedForward"), GPT.index("class Block")
+    experts = [(GPT[start : end + len("class Block")], ROUTED)] if routed else []
+    adaptation = adapted(tiny, tmp_path, [*experts, *HYPER_CONNECTIONS])
+    found = only_finding(adaptation, "hyper_connections")
+    assert "3 copies of the hidden states, (B, T, 3, C)" in found.message
+    assert found.source_line == "copies = copies + x.unsqueeze(2) * self.write[0, :, None]"
+    if not routed:
+        assert further_lines(found) == ["return copies + x.unsqueeze(2) * self.write[1, :, None]"]
+    codes = {f.code for f in adaptation.deviations}
+    assert not codes & {"missing_residual", "residual_from_norm", "unexplained"}
+    assert not [f for f in adaptation.findings if f.code == "unexamined"]
 
 
 @pytest.mark.parametrize("post_norm", [False, True])

@@ -47,6 +47,7 @@ FEW_STYLES = {
     "cross_attention": "test_mistakes.py builds torch's decoder",
     "extra_projection": "test_mistakes.py runs an MLP after the blocks",
     "no_mlp": "test_mistakes.py leaves out the MLP",
+    "hyper_connections": "test_mistakes.py keeps three copies of the hidden states",
     "unknown_mlp": "test_mistakes.py runs a router and two experts",
     "one_mlp_projection": "test_mistakes.py leaves out the second projection",
     "low_rank_term": "test_mistakes.py adds LoRA to the head",

@@ -75,7 +75,10 @@ def called_activation(graph: Graph, nodes: list[Node]) -> tuple[Activation, list
 
 
 def activation_of(graph: Graph, start: Node, end: Node) -> Activation:
-    """Measure the activation between two nodes on values from −6 to 6."""
+    """Measure the activation between two nodes on values from −6 to 6.
+
+    Where other values change which experts run, the function that is called is returned instead.
+    """
     source, target = token_view(graph, start), token_view(graph, end)
     if source is None or target is None or source.index.shape != target.index.shape:
         return Activation(None, None)
@@ -83,7 +86,10 @@ def activation_of(graph: Graph, start: Node, end: Node) -> Activation:
     x = torch.linspace(-6, 6, source.index.numel(), dtype=torch.float64)
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
     x = x.view(source.index.shape)
-    y = measured(x)
+    try:
+        y = measured(x)
+    except RuntimeError:
+        return called_activation(graph, graph.between([end], [start]))[0]
     slope = -measured(torch.full_like(x, -1.0)).mean().item()
 
     def leaky_relu(x: Tensor) -> Tensor:

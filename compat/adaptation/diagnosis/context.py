@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +21,15 @@ from compat.adaptation.diagnosis.attention_formula import (
 )
 from compat.adaptation.mapping.assignments import Assignments, Unmatched
 from compat.adaptation.mapping.embeddings import EmbeddingFormula, embedding_of
-from compat.adaptation.tracing.graph import MOVES, Graph, Place, kind, reads_parameter, size
+from compat.adaptation.tracing.graph import (
+    MOVES,
+    Graph,
+    Place,
+    kind,
+    live_inputs,
+    reads_parameter,
+    size,
+)
 from compat.adaptation.tracing.rewrites import POOLS
 from compat.config import GPT2Config
 from compat.ops import Rows
@@ -193,6 +202,26 @@ class DiagnosisContext:
                 value = value.reshape(-1, self.anatomy.width)
                 if torch.equal(value, value[:1].expand_as(value)):
                     found[branch] = factors, value[0]
+        return found
+
+    @cached_property
+    def sums_of_copies(self) -> list[Node]:
+        """The sums of branches without a shortcut of their own with several copies of the stream.
+
+        These copies, (B, T, n, C), are those of hyper-connections.
+        """
+        graph, found = self.graph, list[Node]()
+        elements = prod(graph.shape) * self.anatomy.width
+        wide = [
+            node for node in graph.nodes
+            if node in graph.live and kind(node) == "add" and len(live_inputs(graph, node)) == 2
+            and size(node)[-1:] == (self.anatomy.width,)
+            and prod(size(node)) > elements and prod(size(node)) % elements == 0
+        ]  # fmt: skip
+        for _, layer in self.layers:
+            for end, total in ((layer.attn, layer.attn_sum), (layer.mlp, layer.mlp_sum)):
+                if total.shortcut is None:
+                    found += [node for node in wide if end in graph.ancestors[node]][:1]
         return found
 
     def owner_of(self, hf: str) -> Place | None:

@@ -173,6 +173,8 @@ EXPLANATIONS = {
     "to them, so the results of earlier layers are lost.",
     "residual_from_norm": "The branch must be added to the residual stream itself. If it is "
     "added to the normalized copy, every block rescales the stream.",
+    "hyper_connections": "With several copies of the hidden states, each branch reads a mixture of "
+    "them and adds its result to each with a weight. GPT-2's weights have no such mixture.",
     "scaled_embedding": "The original Transformer multiplies token embeddings by √d_model. GPT-2 "
     "does not, and its position embeddings were trained for unscaled tokens.",
     "sinusoidal_pos": "GPT-2's position embeddings are trained parameters. A fixed formula "

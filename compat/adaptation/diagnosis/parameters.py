@@ -749,7 +749,9 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         one = "has no counterpart in GPT-2" if used else "does not contribute to the logits"
         message = "" if len(found) > 1 else f"{{found}} {one} and keeps its initial value"
         if found is without_effect:
-            verb = "have" if len(found) > 1 else "has"
-            message = f"{{found}} {verb} no counterpart in GPT-2, but initial values without effect"
+            message = "{found} has no counterpart in GPT-2, but its initial value has"
+            if len(found) > 1:
+                message = "{found} have no counterpart in GPT-2, but their initial values have"
+            message += " no effect on the logits"
         values = {"found": listed(found, 4)}
         yield Deviation(tap, None, values, severity=severity, lines=lines, message=message)
