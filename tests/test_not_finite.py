@@ -9,6 +9,7 @@ import torch
 
 from compat import GenerationError, generate, load_pretrained, stream
 from compat.checkpoint import open_checkpoint
+from compat.checkpoint.checks import all_finite
 from compat.decoding.not_finite import first_not_finite
 from compat.dialects import Model, get_dialect
 from compat.tap import expand_taps
@@ -98,3 +99,17 @@ def test_no_tap_of_a_finite_model_is_reported(tiny: Path, dialect: str) -> None:
     taps = expand_taps(get_dialect(dialect).taps, n_layer=3)
     assert first_not_finite(model, taps, lambda: model(BATCH)) is None
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_finite_values_are_finite(dtype: torch.dtype, transposed: bool) -> None:
+    """Their squares overflow."""
+    values = torch.full((3, 5), torch.finfo(dtype).max, dtype=dtype)
+    values[1] = torch.finfo(dtype).smallest_normal
+    view = values.mT if transposed else values
+    assert all_finite(view)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        changed = values.clone()
+        changed[2, 3] = value
+        assert not all_finite(changed.mT if transposed else changed)
