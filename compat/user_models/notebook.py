@@ -12,6 +12,7 @@ import re
 import symtable
 import sys
 import tokenize
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ MAGIC = re.compile(
 )
 # An f-string that begins, and the rest of its line.
 F_STRING = re.compile(r"""\b[rR]?[fF][rR]?(['"])(?!\1).*""")
+UNKNOWN = "__compat_unknown__"  # a global name that holds the value of an attribute that failed
 _COUNT = re.compile("^n|num|size|len|count|dim")  # in the name of a number or its function
 # Texts that replace those of files and cells, by name; see `edited_sources`.
 EDITED: dict[str, str] = {}
@@ -132,12 +134,10 @@ class LazyModule:
         fresh = sorted(_needed(self.statements, name) - self._executed)
         self._executed.update(fresh)
         for statement in [self.statements[index] for index in fresh]:
-            body = ast.Module(body=[statement.node], type_ignores=[])
-            code = compile(body, statement.filename, "exec", self._flags, dont_inherit=True)
             imports = isinstance(statement.node, (ast.Import, ast.ImportFrom))
             try:
                 with contextlib.nullcontext() if imports else limited_time():
-                    exec(code, vars(self.module))
+                    self._run(statement.node, statement.filename)
             except (Exception, SystemExit) as error:
                 if imports:
                     raise
@@ -147,6 +147,43 @@ class LazyModule:
                 made = vars(self.module)[statement.node.name]
                 if hasattr(made, "__firstlineno__"):  # inspect reads it since Python 3.13
                     made.__firstlineno__ += statement.offset
+
+    def _run(self, node: ast.stmt, filename: str) -> None:
+        """Execute a statement. An attribute of a class whose value raises becomes an `Unknown`."""
+        code = compile(
+            ast.Module(body=[node], type_ignores=[]), filename, "exec", self._flags, True
+        )
+        try:
+            exec(code, vars(self.module))
+        except Exception as error:
+            failed = _failed_attribute(node, filename, error)
+            if failed is None:
+                raise
+            value = failed.value
+            failed.value = ast.copy_location(ast.Name(UNKNOWN, ast.Load()), failed)
+            vars(self.module)[UNKNOWN] = Unknown(error)
+            try:
+                self._run(node, filename)
+            finally:
+                failed.value = value
+                vars(self.module).pop(UNKNOWN, None)
+
+
+def _failed_attribute(
+    node: ast.stmt, filename: str, error: Exception
+) -> ast.Assign | ast.AnnAssign | None:
+    """Return the assignment in the body of a class whose value raised an error, if one did."""
+    if not isinstance(node, ast.ClassDef):
+        return None
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [
+        n for f, n in frames if (f.f_code.co_filename, f.f_code.co_name) == (filename, node.name)
+    ]
+    for each in node.body if lines else []:
+        if isinstance(each, (ast.Assign, ast.AnnAssign)) and each.value is not None:
+            if each.lineno <= lines[0] <= (each.end_lineno or 0):
+                return each
+    return None
 
 
 # Reading.

@@ -1484,6 +1484,35 @@ def test_factors_of_the_stream_without_effect_are_reported(
         )
 
 
+SMEARED = [
+    ("        self.final_norm = LayerNorm(emb_dim)\n",
+     "        self.final_norm = LayerNorm(emb_dim)\n"
+     "        self.gate = nn.Linear(emb_dim, 1)\n"
+     "        self.smear = nn.Parameter(torch.zeros(1))\n"),
+    (LOOP, "        gate = self.smear * torch.sigmoid(self.gate(x[:, 1:]))\n"
+     f"        x = torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], dim=1)\n{LOOP}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_gate_before_the_blocks_that_is_closed_has_no_effect(
+    tiny: Path, tmp_path: Path, normed: bool
+) -> None:
+    """A part of each token's embedding is added to the next one's, as in nanochat."""
+    norm = "        x = F.rms_norm(x, (x.shape[-1],))\n"
+    first = "        gate = self.smear"
+    edits = [*SMEARED, (first, norm + first)] if normed else SMEARED
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == ({"extra_ln"} if normed else set())
+    if normed:
+        assert only_finding(adaptation, "extra_ln").source_line == norm.strip()
+    [found] = [f for f in adaptation.findings if f.code == "random_parameters"]
+    assert found.severity == "info"
+    assert "smear, gate.weight and gate.bias" in found.message
+    open_gate = adapted(tiny, tmp_path, [*edits, ("torch.zeros(1)", "torch.ones(1)")])
+    assert "extra_projection" in {f.code for f in open_gate.deviations}
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_padding_id_that_no_token_has_is_reported(
     tiny: Path, tmp_path: Path, masked: bool

@@ -265,6 +265,33 @@ def test_a_data_class_that_reads_a_missing_file_is_built(tmp_path: Path) -> None
             build(tmp_path, fields + wrong + source)
 
 
+@pytest.mark.parametrize("where", ["own.py", "settings.py"])
+def test_an_attribute_of_a_config_class_may_raise(tmp_path: Path, where: str) -> None:
+    """It downloads a tokenizer, without which the model can be built."""
+    config = """
+import tiktoken
+
+class Config:
+    tokenizer = tiktoken.get_encoding("no such encoding")
+    text: str = open("no such file").read()
+    vocab_size = len(text)
+    n_embd, n_layer = 5, 6
+    sep_id = tokenizer.eot_token
+"""
+    source = SIZED.format(signature=", config: Config").replace(
+        "super().__init__()",
+        "super().__init__()\n        self.sep_id = config.sep_id\n"
+        "        vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer",
+    )
+    if where == "own.py":
+        source = config + source
+    else:
+        tmp_path.joinpath(where).write_text(config)
+        source = "from settings import Config\n" + source
+    model = build(tmp_path, source)
+    assert (model.wte.weight.shape, len(model.h)) == ((97, 24), 3)
+
+
 def test_a_function_that_accepts_only_a_size_receives_the_config(tmp_path: Path) -> None:
     source = "from torch import nn\n\ndef own(size):\n    return nn.Linear(size.n_embd, 2)\n"
     assert build(tmp_path, source, "own").in_features == 24

@@ -12,6 +12,7 @@ from itertools import combinations, pairwise
 from math import prod
 from typing import Any, NoReturn
 
+import torch
 from torch.fx import Node
 
 from compat.adaptation.tracing.contractions import SDPA, Contraction, contraction
@@ -24,6 +25,7 @@ from compat.adaptation.tracing.graph import (
     kind,
     live_inputs,
     live_users,
+    random_values,
     reads_parameter,
     size,
     tensor_inputs,
@@ -232,8 +234,8 @@ class Anatomy:
         width: C, that of the residual stream.
         table_width: that of the token table.
         vocabulary: rows of the token table.
-        leading: projections between the embeddings and the first attention, of which GPT-2 has
-            none.
+        leading: projections between the embeddings and the first attention that have an effect.
+            GPT-2 has none.
     """
 
     graph: Graph
@@ -445,10 +447,20 @@ class _Dissection:
         xf = self.index.input_of(head)
         first = set() if not layers else {*graph.between([layers[0].x1], [embed])}
         leading = [n for n in self.index.live if n in first & self.index.projections]
+        leading = [n for n in leading if self._changes(n, embed, layers[0].x1)]
         return Anatomy(
             graph, tokens, looked_up, embed, own_input, layers, xf, head, graph.output, self.width,
             table_width, rows, leading,
         )  # fmt: skip
+
+    def _changes(self, node: Node, start: Node, end: Node) -> bool:
+        """Return whether a node between two others has an effect; a gate of 0 has none."""
+        x = random_values(size(start))
+        one, other = (
+            self.graph.run([end], {start: x, node: random_values(size(node), seed)})[0]
+            for seed in (1, 2)
+        )
+        return not torch.equal(one, other)
 
     def _attention_ops(self) -> list[AttentionOp]:
         found: list[AttentionOp] = []
