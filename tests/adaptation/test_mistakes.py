@@ -1844,6 +1844,20 @@ def test_cross_attention_is_one_deviation(tiny: Path, tmp_path: Path, memory: st
     assert adapted(tiny, tmp_path, without)
 
 
+def test_a_gated_mlp_after_heads_without_an_output_projection_is_recognised(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """Two projections read the sum of the residual stream and the heads, in every layer."""
+    edits = [
+        ("        self.out_proj = nn.Linear(dim, dim)\n", ""),
+        ("return self.out_proj(out)", "return out"),
+        ("        self.up =", "        self.gate = nn.Linear(dim, 4 * dim)\n        self.up ="),
+        (f"self.down({GELU})", "self.down(F.silu(self.gate(x)) * self.up(x))"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"no_out_proj", "gated_mlp"}
+
+
 def test_an_mlp_in_the_projection_of_attention_is_a_parallel_block(
     tiny: Path, tmp_path: Path
 ) -> None:
@@ -2678,6 +2692,27 @@ def test_a_bias_that_is_added_to_a_gate_belongs_to_it(tiny: Path, tmp_path: Path
     ]  # fmt: skip
     found = {f.code for f in adapted(tiny, tmp_path, edits).deviations}
     assert found == {"gated_mlp"}
+
+
+@pytest.mark.parametrize(
+    ("after", "scores", "found"),
+    [
+        # The queries are scaled, and not the scores.
+        ("* self.head_dim ** -0.5", "@ keys.transpose(2, 3)", set()),
+        ("* 1.2", "@ keys.transpose(2, 3) / self.head_dim ** 0.5", {"wrong_scale"}),
+        ("* 1.0", "@ keys.transpose(2, 3)", {"no_attn_scale"}),
+    ],
+)
+def test_a_scale_between_a_norm_of_the_queries_and_their_product_counts(
+    tiny: Path, tmp_path: Path, after: str, scores: str, found: set[str]
+) -> None:
+    norm = "F.rms_norm({0}, (self.head_dim,), eps=1e-6)"
+    old = "        scores = queries @ keys.transpose(2, 3) / self.head_dim ** 0.5"
+    new = f"        queries = {norm.format('queries')} {after}\n"
+    new += f"        keys = {norm.format('keys')}\n        scores = queries {scores}"
+    adaptation = adapted(tiny, tmp_path, [(old, new)])
+    assert {f.code for f in adaptation.deviations} == {"qk_norm", *found}
+    assert all(f.severity == "breaks" for f in adaptation.deviations)
 
 
 def test_a_rotation_after_a_norm_of_the_queries_is_named(tiny: Path, tmp_path: Path) -> None:

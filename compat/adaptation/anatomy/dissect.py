@@ -758,10 +758,9 @@ class _Dissection:
         ]  # fmt: skip
         projections = index.projections - self._of_cross_attention()
         if self.partial and not out_projs:  # another tensor may be added to the heads
-            others = projections - after - {*qkv} - gates
-            reading = [n for n in index.live if n in others and index.sources(n) & products]
-            is_one_of_many = len(reading) < len(following & projections - after) - 1
-            out_projs = reading[:1] if is_one_of_many else []
+            others = following & projections - after - {*qkv} - gates
+            reading = [n for n in others if index.sources(n) & products]
+            out_projs = reading if len(reading) == 1 and len(others) > 2 else []
         mlp = (following & projections) - {*qkv, *out_projs, *after, *gates}
         if not mlp and not self.partial:
             raise UnknownPart(

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import torch
@@ -64,6 +64,8 @@ class LayerAttention:
             # Something is applied to q, k and v before their products, whose formula is `inner`.
             explained = self.is_normalized or self.shift is not None or self.is_turned
             self.formula = inner if self.unsplit or explained else None
+            if self.is_normalized:  # their own factor belongs to the scale
+                self.formula = replace(inner, scale=inner.scale * self.factor_after_norms)
 
     @cached_property
     def inside(self) -> list[Node]:
@@ -155,6 +157,25 @@ class LayerAttention:
         q, k, v = piece.random(0), piece.random(1), piece.values(2)
         one, two = piece.heads(q, k, v), piece.heads(2 * q, 3 * k, v)
         return torch.allclose(one, two, rtol=1e-3, atol=1e-3 * one.abs().max().item())
+
+    @cached_property
+    def factor_after_norms(self) -> float:
+        """What normalized q and k are multiplied by together before their product.
+
+        It is 1 for unit vectors, and where weights of the norms hide the factor.
+        """
+        if self.attention.inner is None:
+            return 1.0
+        piece = AttentionPiece(self.graph, self.attention)
+        large = piece.random(0, 1e4), piece.keys(1, 1e4)  # so that eps has no effect
+        factor = 1.0
+        for x in piece.operands(*large, piece.values(2))[:2]:
+            rms = x.square().mean(-1).sqrt()
+            if not torch.allclose(rms, rms.mean(), rtol=1e-2):
+                return 1.0
+            factor *= rms.mean().item()
+        is_of_unit_vectors = abs(factor * piece.D - 1) < 1e-2
+        return 1.0 if is_of_unit_vectors else factor
 
     @cached_property
     def mask_value(self) -> tuple[Node, float] | None:
@@ -383,8 +404,13 @@ class LayerAttention:
         """
         piece = AttentionPiece(self.graph, self.attention)
         if self.formula is not None and self.attention.indirect:
-            return Changes(operands={self.i: piece.operands})
+            return Changes(operands={self.i: partial(self._operands, piece)})
         return Changes(attention={self.i: piece.projected})
+
+    def _operands(self, piece: AttentionPiece, *qkv: Tensor) -> list[Tensor]:
+        """Compute the operands of the products; the formula has the factor after norms."""
+        q, k, v = piece.operands(*qkv)
+        return [q / self.factor_after_norms if self.is_normalized else q, k, v]
 
     @property
     def scores_line(self) -> Place | None:
@@ -1068,14 +1094,15 @@ def _scale_deviation(code: str) -> Detector:
     @with_formula
     def detect(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
         config, scale = layer.context.config, formula.scale
+        tolerance = 1e-2 if layer.is_normalized else 1e-6
         if layer.unknown and abs(scale - 1) < 1e-6:
             return None  # q may be scaled before the place from which attention is known
         # If the number of heads differs, the expected scale is that of the model's head size.
         d_head = layer.attention.q.index.shape[-1]
         expected = config.attention_scale(layer.i) * math.sqrt(config.d_head / d_head)
-        if abs(scale - expected) <= 1e-6 * abs(expected):
+        if abs(scale - expected) <= tolerance * abs(expected):
             return None
-        found, values = scale_code(scale, expected, config, 1e-6)
+        found, values = scale_code(scale, expected, config, tolerance)
         return layer.deviation(_scale_line(layer), **values) if found == code else None
 
     return detect
