@@ -55,7 +55,9 @@ def find_call(
         tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
         others = [(full_length, None, None), (ids % min([16, *tables]), None, None)]
         mismatches = re.findall(r"size of tensor \w \((\d+)\)|\bsize (\d+)\b", str(error))
-        lengths = dict.fromkeys(int(number) for pair in mismatches for number in pair if number)
+        lengths = dict.fromkeys(
+            int(number) for pair in mismatches for number in pair if int(number or 0)
+        )
         others += [
             (random_ids(checkpoint, 0, 2, length), None, None) for length in lengths
             if length < config.n_positions and length not in _sizes(config)

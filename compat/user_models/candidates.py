@@ -14,7 +14,7 @@ from torch import nn
 from compat.config import GPT2Config
 from compat.user_models.arguments import parameters_of
 from compat.user_models.entries import last_part
-from compat.user_models.synonyms import plain, role_of, value_of
+from compat.user_models.synonyms import CLASSES, plain, role_of, value_of
 from compat.user_models.usage import is_users_class, modules_text, reads, users_globals
 
 Value = Callable[[GPT2Config], Any]  # a value in the sizes of a config
@@ -24,8 +24,6 @@ SIZE_ROLES = (
 )  # fmt: skip
 # Sizes that every GPT-2 has, the most likely first where a loop runs over an unknown number.
 NECESSARY = ("n_layer", "n_head", "vocab_size", "n_embd", "n_positions")
-# What a language model classifies its tokens as, which are those of its vocabulary.
-CLASSES = re.compile("(n|num|number(of)?|output)?(classes|labels)")
 # How authors name the implementation of an interface that others are compared with.
 USUAL = re.compile(
     "standard|default|vanilla|traditional|classic|regular|normal|learned|usual|plain", re.IGNORECASE

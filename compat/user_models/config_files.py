@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from compat.user_models.synonyms import SIZES, role_of
 from compat.user_models.usage import users_folders
@@ -63,9 +63,12 @@ def literals(tree: ast.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the dictionaries that a module assigns, and the constants in its classes."""
     for node in tree.body:
         match node:
-            case ast.Assign([ast.Name(id=name)], ast.Dict() as value):
-                with contextlib.suppress(ValueError):  # an entry is not a literal
-                    yield name, ast.literal_eval(value)
+            case ast.Assign([ast.Name(id=name)], ast.Dict(keys, values)):
+                entries: dict[Any, Any] = {}
+                for key, value in zip(keys, values, strict=True):
+                    with contextlib.suppress(ValueError, TypeError):  # not a literal
+                        entries[ast.literal_eval(cast(ast.expr, key))] = ast.literal_eval(value)
+                yield name, entries
             case ast.ClassDef(name=name, body=body):
                 fields = dict[str, Any]()
                 for field in body:

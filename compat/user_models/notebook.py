@@ -133,13 +133,15 @@ class LazyModule:
         """Execute what the name needs and has not been executed, in the notebook's order."""
         fresh = sorted(_needed(self.statements, name) - self._executed)
         self._executed.update(fresh)
-        for statement in [self.statements[index] for index in fresh]:
+        for place, index in enumerate(fresh):
+            statement = self.statements[index]
             imports = isinstance(statement.node, (ast.Import, ast.ImportFrom))
             try:
                 with contextlib.nullcontext() if imports else limited_time():
                     self._run(statement.node, statement.filename)
             except (Exception, SystemExit) as error:
                 if imports:
+                    self._executed -= {*fresh[place:]}  # executed again without the library
                     raise
                 vars(self.module).update(dict.fromkeys(statement.binds, Unknown(error)))
                 continue
@@ -172,8 +174,11 @@ class LazyModule:
 def _failed_attribute(
     node: ast.stmt, filename: str, error: Exception
 ) -> ast.Assign | ast.AnnAssign | None:
-    """Return the assignment in the body of a class whose value raised an error, if one did."""
-    if not isinstance(node, ast.ClassDef):
+    """Return the assignment in the body of a class whose value raised an error, if one did.
+
+    The class is one of settings; a model, which has a base, is not built without such a value.
+    """
+    if not isinstance(node, ast.ClassDef) or node.bases:
         return None
     frames = traceback.walk_tb(error.__traceback__)
     lines = [

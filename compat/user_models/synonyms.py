@@ -159,6 +159,8 @@ _CONFIG_NAME = re.compile(
     r"_(config|cfg|conf|args|hparams)$|[a-z](Config|Cfg|Conf|Args)$"
     r"|^(config|cfg|conf|args|hparams|params|model)_(dict|kwargs|params)$"
 )
+# What a language model classifies its tokens as, which are those of its vocabulary.
+CLASSES = re.compile("(n|num|number(of)?|output)?(classes|labels)")
 CONFIG_CLASSES = tuple("config cfg conf args hparams params parameters settings".split())
 # A default of None for these may mean a module or a list as well as a number.
 AMBIGUOUS = set(

@@ -39,7 +39,7 @@ from compat.user_models.notebook import (
     read_source,
     unguarded,
 )
-from compat.user_models.synonyms import AMBIGUOUS, CONFIG_NAMES, plain, takes_sizes
+from compat.user_models.synonyms import AMBIGUOUS, CLASSES, CONFIG_NAMES, plain, takes_sizes
 from compat.user_models.time_limit import limited_time
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
@@ -685,6 +685,12 @@ def _takes_two_sequences(definition: ast.ClassDef) -> bool:
     )
 
 
+def _takes_classes(definition: ast.ClassDef) -> bool:
+    """Return whether the constructor takes a number of classes, as that of a classifier does."""
+    arguments = [a.arg for f in _functions(definition.body, INIT) for a in f.args.args]
+    return any(CLASSES.fullmatch(plain(name)) for name in arguments)
+
+
 def _only_trains(definition: ast.ClassDef) -> bool:
     """Return whether a class trains a model that it is passed, or has no `forward`.
 
@@ -728,6 +734,7 @@ def _root(
     single = [name for name in every if not _takes_two_sequences(classes[name])]
     roots = single or every
     roots = [n for n in roots if not RECURRENT.search(ast.unparse(classes[n]))] or roots
+    roots = [n for n in roots if not _takes_classes(classes[n])] or roots
     roots = _most(roots, classes, FEATURES)  # without helpers that are left over
     if len(roots) > 1:
         roots = [name for name in roots if "gpt" in name.lower()] or roots

@@ -58,7 +58,7 @@ from compat.user_models.entries import (
 from compat.user_models.missing import ReadableDict
 from compat.user_models.module_sizes import resized
 from compat.user_models.own_calls import own_calls
-from compat.user_models.synonyms import meanings, neutral, plain, role_of, value_of
+from compat.user_models.synonyms import SIZES, meanings, neutral, plain, role_of, value_of
 from compat.user_models.usage import embedding_widths, factors_of, users_nodes
 
 # Builds the user's model in the sizes of a config, with additional arguments, and calls it: the
@@ -352,8 +352,20 @@ class Search:
         return None
 
     def _more_values(self) -> Iterator[dict[str, Any]]:
-        """Yield the user's switches, and a value for each argument whose default is None."""
+        """Yield the user's switches, sizes that are None, a type, and values for other defaults.
+
+        Some code casts to bfloat16, so that its parameters must have this type.
+        """
         yield self._own_switches(self.config)
+        entries: dict[str, Any] = {}
+        with contextlib.suppress(AdaptError):
+            entries = self._with_entries(self._arguments_in(self.config))
+        roles = {name: role_of(last_part(name)) for name, value in entries.items() if value is None}
+        sizes = {name: of_role(role) for name, role in roles.items() if role in SIZES}
+        yield from (arguments_with({name: size}, self.config) for name, size in sizes.items())
+        yield arguments_with(sizes, self.config)
+        types = [name for name, value in entries.items() if value is torch.float32]
+        yield arguments_with(dict.fromkeys(types, constant(torch.bfloat16)), self.config)
         optional = [name for name, p in parameters_of(self.target).items() if p.default is None]
         known = {name: neutral(name)[1] for name in optional if neutral(name)[1] is not None}
         known |= {name: torch.device("cpu") for name in optional if role_of(name) == "device"}

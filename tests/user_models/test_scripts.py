@@ -705,10 +705,12 @@ class GPT(nn.Module):
     "config",
     [
         'CONFIG = {"vocab_size": 5, "n_embd": 8, "n_layer": 1, "qkv_bias": False}\n',
+        'import torch\nCONFIG = {"vocab_size": 5, "n_embd": 8, "n_layer": 1, "qkv_bias": False,'
+        ' "type": torch.half}\n',
         "class Config:\n    vocab_size: int = 5\n    n_embd = 8\n    n_layer = 1\n"
         "    qkv_bias: bool = False\n",
     ],
-    ids=["dictionary", "class"],
+    ids=["dictionary", "dictionary with other values", "class"],
 )
 def test_a_python_file_of_settings_is_compared_without_running_it(
     tmp_path: Path, config: str

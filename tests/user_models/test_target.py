@@ -455,6 +455,27 @@ def test_a_module_of_a_library_that_needs_a_missing_one_is_missing(
     del sys.modules["own_lib"]
 
 
+def test_a_module_of_the_project_that_needs_a_missing_library_is_imported(tmp_path: Path) -> None:
+    """The package executes its module a second time, after the library was found to be missing."""
+    write(
+        tmp_path / "own" / "tools" / "tools.py",
+        "import no_such_logger\nlog = no_such_logger.make()\n\ndef width():\n    return 5\n",
+    )
+    init = "from . import tools as _tools\nwidth = _tools.width\nlog = _tools.log\n"
+    write(tmp_path / "own" / "tools" / "__init__.py", init)
+    write(tmp_path / "own" / "__init__.py", "")
+    path = write(tmp_path / "own" / "gpt.py", f"from .tools import width\n{GPT}    size = width()")
+    assert vars(load_target(f"{path}:GPT"))["size"] == 5
+
+
+def test_a_class_that_takes_a_number_of_classes_is_not_the_language_model(tmp_path: Path) -> None:
+    other = "class Other(nn.Module):\n    def __init__(self, vocab_size, n_embd, num_classes):\n"
+    other += "        self.attention, self.vocab = 1, 2\n"
+    text = GPT.replace("class GPT(nn.Module):", "class Model(nn.Module):")
+    path = write(tmp_path / "gpt.py", f"{text}\n    vocab_attention = 1\n\n{other}")
+    assert load_target(str(path)).__name__ == "Model"
+
+
 def test_a_package_of_the_project_with_the_name_compat_is_not_imported(tmp_path: Path) -> None:
     """Its modules count as missing, and the modules of this tool stay imported."""
     write(tmp_path / "compat" / "__init__.py", "")

@@ -408,3 +408,36 @@ def test_an_ambiguous_name_whose_role_the_code_shows(
     model = construct(load_target(written(tmp_path, width, inner, source)), CONFIG)
     assert model.tok.embedding_dim == 24  # type: ignore[union-attr]
     assert model.blocks[0].mlp[0].out_features == 96  # type: ignore[index,union-attr]
+
+
+@pytest.mark.parametrize("entry", ["n_kv_heads", "dtype"])
+def test_another_value_of_an_entry_is_tried_if_the_model_does_not_run(
+    tmp_path: Path, entry: str
+) -> None:
+    """A size is None where only a script sets it, or the code casts to the type of its weights."""
+    config = """
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class Config:
+    vocab_size: int = 5
+    n_embd: int = 6
+    n_head: int = 2
+    n_layer: int = 1
+    n_kv_heads: int = None
+    dtype: torch.dtype = torch.float32
+"""
+    source = MODEL.replace("self.cfg.quick", "True").replace("cfg.kind_of_pos", "'learned'")
+    source = source.replace("cfg.block_size", "32")
+    if entry == "dtype":
+        source = source.replace("bias=False)", "bias=False, dtype=cfg.dtype)")
+        source = source.replace("self.head(x if", "self.head(x.to(torch.bfloat16) if")
+    else:
+        source = source.replace(
+            "self.cfg, width", "cfg.group = cfg.n_embd // cfg.n_kv_heads; self.cfg, width"
+        )
+    target = load_target(written(tmp_path, "n_embd", "4 * width", config + source))
+    model, call = construct_with_call(target, CONFIG)
+    assert f"; your code only runs with cfg.{entry}=" in call
+    assert model.cfg.n_kv_heads == (4 if entry == "n_kv_heads" else None)  # type: ignore[union-attr]
