@@ -188,7 +188,7 @@ class ConfigMaker:
             given = entries.get(name, {})
             required = parameter.default is parameter.empty
             if parameter.kind is parameter.VAR_KEYWORD:
-                more = (n for n in usage.names if n in known and n not in parameters)
+                more = (n for n in usage.names if n in known and n not in {*parameters, *entries})
                 arguments |= {n: known[n] for n in more}
             elif parameter.kind is parameter.VAR_POSITIONAL or not isinstance(given, Mapping):
                 continue
@@ -251,7 +251,7 @@ class ConfigMaker:
             if inspect.isfunction(getattr(template, name, None)):  # returns one of the attributes
                 continue
             replaced = not parameters or (name in constants and role_of(name, names) in SIZES)
-            needed = name in self.usage.names and name not in self.usage.optional
+            needed = name in self.usage.names and name not in {*self.usage.optional, *entries}
             if replaced or (needed and not hasattr(made, name)):
                 _set(made, name, value)
         # Entries that the class lacks, because the model has outgrown it.

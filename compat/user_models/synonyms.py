@@ -23,7 +23,7 @@ _LENGTH = r"(len|length|size|window)"
 _PATTERNS = {
     "embd_pdrop": rf"({_EMB}|pos).*drop.*|.*drop.*{_EMB}",
     "attn_pdrop": r"att.*drop.*|.*drop.*att.*",
-    "resid_pdrop": r".*drop(out)?|.*pdrop|drop(out)?.*",
+    "resid_pdrop": r".*drop(out)?(rate|prob(ability)?)?|.*pdrop|drop(out)?.*",
     "layer_norm_epsilon": r"(.*[^t])?eps(ilon)?",
     "head_bias": r".*(head|output)bias",
     "qkv_bias": r".*(attn|attention|qkv)bias|biasqkv",
@@ -52,7 +52,7 @@ _PATTERNS = {
     "ratio": r"(mlp|ffn?|ffdim|hidden|dim|inner|forward|widening)(ratio|mult(iplier)?|factor)"
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(q|k|qk|v)?(per)?head"
-    r"|d(im)?(k|v|q|key|value)|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)|querypreattn(scalar|norm)",
+    r"|d(im)?(k|v|q|qk|key|value)|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)|querypreattn(scalar|norm)",
     # As many groups of queries as heads are not grouped.
     "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh"
     r"|(n|num)?(kv|query|keyvalue)groups?",
@@ -64,7 +64,7 @@ _PATTERNS = {
     r"|.*(num)?max(abs(olute)?)?pos(itions?)?|n(dec|enc)seq"
     r"|(max|input|maxtoken)len(gth)?|(max)?(sent(ence)?|text|prompt)len(gth)?"
     r"|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax",
-    "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?hid(dens?)?{_SIZE}?)?|nhid"
+    "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?h(id(dens?)?)?{_SIZE}?)?|nhid"
     rf"|(pf|fc|ffnn|feedfwd|fwd|forward|filter|mid(dle)?|expert){_SIZE}"
     r"|(d|dim)(pf|fc|ffnn|mid|expert)",
     "n_embd": rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
@@ -98,7 +98,7 @@ _OPPOSITES = {"off": "on", "on": "off"} | dict.fromkeys(
 _COMPILED = [(role, re.compile(pattern)) for role, pattern in _PATTERNS.items()]
 _WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?|hdim|d(im)?hidn?")
 # The width of the keys of one head, or of all heads.
-_KEYS = re.compile(r"(d(im)?|n)(k|q|v|key|query|value)s?|(query)?(key|query|value)s?(dim|size)")
+_KEYS = re.compile(r"(d(im)?|n)(k|q|v|qk|key|query|value)s?|(query)?(key|query|value)s?(dim|size)")
 # The second role applies if another name beside it has the first role.
 _TWO_ROLES: list[tuple[re.Pattern[str], str, str | None]] = [
     (_WIDE, "n_embd", "d_inner"),

@@ -59,7 +59,7 @@ from compat.user_models.missing import ReadableDict
 from compat.user_models.module_sizes import resized
 from compat.user_models.own_calls import own_calls
 from compat.user_models.synonyms import SIZES, meanings, neutral, plain, role_of, value_of
-from compat.user_models.usage import embedding_widths, factors_of, users_nodes
+from compat.user_models.usage import embedding_widths, factors_of, reads, users_nodes
 
 # Builds the user's model in the sizes of a config, with additional arguments, and calls it: the
 # model, and whether it could be called.
@@ -352,9 +352,10 @@ class Search:
         return None
 
     def _more_values(self) -> Iterator[dict[str, Any]]:
-        """Yield the user's switches, sizes that are None, a type, and values for other defaults.
+        """Yield the user's switches, and other values for single arguments and entries of configs.
 
-        Some code casts to bfloat16, so that its parameters must have this type.
+        A size may be None where only a script sets it, an attribute that is read with a default may
+        be one that other classes read, and code that casts to bfloat16 needs such parameters.
         """
         yield self._own_switches(self.config)
         entries: dict[str, Any] = {}
@@ -364,6 +365,9 @@ class Search:
         sizes = {name: of_role(role) for name, role in roles.items() if role in SIZES}
         yield from (arguments_with({name: size}, self.config) for name, size in sizes.items())
         yield arguments_with(sizes, self.config)
+        for name in parameters_of(self.target):
+            defaulted = {f"{name}.{entry}" for entry in reads(self.target, name).with_default}
+            yield from (nested({entry: None}) for entry in sorted(defaulted & {*entries}))
         types = [name for name, value in entries.items() if value is torch.float32]
         yield arguments_with(dict.fromkeys(types, constant(torch.bfloat16)), self.config)
         optional = [name for name, p in parameters_of(self.target).items() if p.default is None]

@@ -44,13 +44,15 @@ class Usage:
         items: Names read as `config["name"]` or `config.get("name")`.
         attributes: Names read as `config.name`, `getattr(config, "name")` or `config.get_name()`.
         tables: Names of tables in which a key is looked up: `key in config["name"]`.
-        optional: Attributes that are only read with a default: `getattr(config, "name", 1)`.
+        with_default: Attributes that are read with a default: `getattr(config, "name", 1)`.
+        optional: Those that are only read so.
         sections: Names off which sizes are read in turn: `model` of `config.model.n_layer`.
     """
 
     items: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
     tables: frozenset[str] = frozenset()
+    with_default: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
     sections: frozenset[str] = frozenset()
 
@@ -94,12 +96,14 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
         items += [name for name in _OWN.findall(text) if role_of(name) and name not in made]
     if isinstance(cls, type) and f"**{parameter})" in own:  # to the base class's constructor
         items += inspect.signature(cls.__mro__[1]).parameters
-    optional = {*_DEFAULT.findall(text)} - {*attributes, *items}
+    with_default = {*_DEFAULT.findall(text)}
+    optional = with_default - {*attributes, *items}
     attributes += _GETATTR.findall(text)
     return Usage(
         frozenset(items),
         frozenset(attributes),
         frozenset(_TABLE.findall(text)) - {""},
+        frozenset(with_default),
         frozenset(optional),
         frozenset(_sections(cls) & {*items, *attributes}),
     )

@@ -2865,6 +2865,41 @@ def test_a_line_of_a_live_notebook_is_named_with_the_number_of_its_cell(
         adaptation.raise_if_failed()
 
 
+ONE_NARROW_HEAD = """import torch
+from torch import nn
+
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, context_length, emb_dim, head_size):
+        super().__init__()
+        self.tok_emb = nn.Embedding(vocab_size, emb_dim)
+        self.pos_emb = nn.Embedding(context_length, emb_dim)
+        self.qkv = nn.ModuleList([nn.Linear(emb_dim, head_size) for _ in range(3)])
+        self.head = nn.Linear(head_size, vocab_size)
+
+    def forward(self, ids):
+        T = ids.shape[1]
+        x = self.tok_emb(ids) + self.pos_emb(torch.arange(T))
+        q, k, v = (project(x) for project in self.qkv)
+        scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
+        mask = torch.ones(T, T).triu(diagonal=1).bool()
+        return self.head(torch.softmax(scores.masked_fill(mask, -torch.inf), dim=-1) @ v)
+"""
+
+
+def test_one_head_that_is_narrower_than_the_stream_is_explained(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(ONE_NARROW_HEAD)
+    adaptation = Target(f"{tmp_path / 'own.py'}:GPT").adapt(open_checkpoint(tiny), {})
+    found = {f.code: f for f in adaptation.deviations}
+    assert found.keys() == {
+        "missing_ln", "n_head_mismatch", "no_out_proj", "missing_residual", "no_mlp",
+        "n_layer_mismatch", "no_final_ln", "other_shape",
+    }  # fmt: skip
+    assert found["n_head_mismatch"].message.startswith("the model has 1 head of ")
+    assert found["other_shape"].message.startswith("lm_head.weight cannot be loaded")
+    assert [f.code for f in adaptation.findings].count("head_bias") == 1
+
+
 def test_queries_that_are_summed_up_are_not_a_rotation(tiny: Path, tmp_path: Path) -> None:
     scores = "        scores = queries @"
     edits = [(scores, f"        queries = queries.cumsum(2)\n{scores}")]

@@ -342,6 +342,38 @@ class GPT(nn.Module):
     assert (model.rope, model.wide) == ("default", (24, 3))
 
 
+def test_an_attribute_with_a_default_that_another_class_requires_may_be_left_out(
+    tmp_path: Path,
+) -> None:
+    """It would be the MLP's width beside `hidden_size`, but here it is an alias of that."""
+    source = """
+from torch import nn
+
+class Config:
+    def __init__(self, vocab_size=5, hidden_size=6, n_layer=1, **others):
+        self.vocab_size, self.hidden_size, self.n_layer = vocab_size, hidden_size, n_layer
+        vars(self).update(others)
+
+class Unused(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.linear = nn.Linear(config.hidden_dim, 2)
+
+class GPT(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        width = getattr(config, "hidden_dim", None)
+        width = config.hidden_size if width is None else width
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.h = nn.ModuleList(nn.Linear(width, width) for _ in range(config.n_layer))
+
+    def forward(self, ids):
+        return self.h[0](self.wte(ids)) @ self.wte.weight.T
+"""
+    model = build(tmp_path, source)
+    assert (model.wte.weight.shape, model.h[0].in_features) == ((97, 24), 24)
+
+
 @pytest.mark.parametrize("kind", ["typing.Optional[float]", "float"])
 def test_negated_switches_and_caps_are_off(tmp_path: Path, kind: str) -> None:
     """A cap is disabled if its type permits None."""
@@ -388,6 +420,8 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
     ("names", "roles"),
     [
         (["token_size", "d_model", "heads"], ["vocab_size", "n_embd", "n_head"]),
+        (["d_qk", "d_v", "feedforward_h_dim"], ["d_head", "d_head", "d_inner"]),
+        (["transformer_dropout_rate", "max_rate"], ["resid_pdrop", None]),
         (["input_dim", "hidden_dim", "pf_dim"], ["vocab_size", "n_embd", "d_inner"]),
         (["vocab_size", "input_dim", "hidden_dim"], ["vocab_size", "n_embd", "d_inner"]),
         (["layers_num", "block_count", "N_stack"], ["n_layer", "n_layer", "n_layer"]),

@@ -1177,13 +1177,17 @@ def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
         op = context.anatomy.layers[layers[0]].attention_ops[0]
         place = source.running(context.graph, [op.q.node])
         heads = "1 head" if found == 1 else f"{found} heads"
+        width = context.mapping.attentions[layers[0]].q.index.shape[3]
+        is_as_wide = found * width == context.config.n_embd
+        heads += "" if is_as_wide else f" of {width} channels"
         values = {"found": found, "heads": heads, "expected": expected}
         pattern = rf"(\w+) *= *{found}\b"
         written = [
             line for line in source.mentions(context.model, pattern)
             if any(role_of(name) == "n_head" for name in re.findall(pattern, line.text))
         ]  # fmt: skip
-        changes = Changes(n_head=found) if len(layers) == len(by_layer) else None
+        can_change = is_as_wide and len(layers) == len(by_layer)
+        changes = Changes(n_head=found) if can_change else None
         lines = [place, *written]
         yield Deviation(f"h.{layers[0]}.probs", place, values, changes, lines=lines, layers=layers)
 

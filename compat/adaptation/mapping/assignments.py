@@ -857,8 +857,8 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
         if node in graph.live and anatomy.xf not in graph.ancestors[node] | {node}
     ]  # fmt: skip
     for node in graph.parameters_between([anatomy.logits], [anatomy.xf, *others]):
-        if is_table(node, anatomy.width):
-            assign(HEAD, node, anatomy.width, config.vocab_size)
+        if is_table(node, size(anatomy.xf)[-1]):  # another width if attention ends the last block
+            assign(HEAD, node, size(anatomy.xf)[-1], config.vocab_size)
         elif node is not table and graph.values[node].numel() > 1:
             found.zeroed.append(node)  # a bias; a single number is a factor
     found.head_scale = _head_scale(anatomy)
