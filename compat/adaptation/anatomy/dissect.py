@@ -679,11 +679,10 @@ class _Dissection:
         extra += second  # further projections of what attention computes
         unknown = rest if fc is None else []
         if out_projs:  # the single one, or where those of several heads are joined
-            wanted = set(out_projs)
-            joined = next((n for n in index.live if wanted <= above[n] | {n}), None)
+            joined = self._joined(out_projs)
             if joined is None:
                 raise UnknownPart(
-                    f"layer {i}: the results of the {len(wanted)} projections of attention"
+                    f"layer {i}: the results of the {len(out_projs)} projections of attention"
                     f"{self.graph.at(*out_projs)} are not combined",
                     out_projs,
                 )
@@ -703,14 +702,21 @@ class _Dissection:
             if mlp_sum.shortcut is None and mlp_proj:  # no residual connection ends the branch
                 activated = self._activated(end)
                 mlp_sum = Sum(activated, activated, None)
-            if attn_sum.node is mlp_sum.node and products & above[fc]:
-                attn_sum = Sum(attn, attn, None)  # x + mlp(attn(x))
-            elif attn_sum.node is mlp_sum.node:  # both are summed before they join the stream
-                attn_sum = mlp_sum = self._sum(mlp_sum.node, {*products, last}, until)
         elif unknown:
             x2 = act = fc_end = index.input_of(unknown[0])
             mlp_sum = self._sum(unknown[0], set(unknown), until)
+            joined = self._joined(unknown) if len(unknown) > 1 else None
             end = mlp_sum.branch
+            if joined is not None and mlp_sum.shortcut is None:
+                end, mlp_sum = joined, Sum(joined, joined, None)
+            elif joined in above[end]:
+                end = joined
+        mlp = [n for n in (fc, mlp_proj) if n is not None] or unknown
+        if mlp and attn_sum.node is mlp_sum.node:
+            if products & above[mlp[0]]:
+                attn_sum = Sum(attn, attn, None)  # x + mlp(attn(x))
+            else:  # both are summed before they join the stream
+                attn_sum = mlp_sum = self._sum(mlp_sum.node, {*products, *mlp}, until)
         cross_products = {op.product for op in cross}
         return Layer(
             attention_ops=attention_ops,
@@ -732,7 +738,7 @@ class _Dissection:
             mlp_proj=mlp_proj,
             mlp=end,
             mlp_sum=mlp_sum,
-            parallel=fc is not None and not products & above[fc],
+            parallel=bool(mlp) and not products & above[mlp[0]],
             gate=gate,
             extra=[node for node in extra if node is not None],
             extra_ends={node: self._with_bias(node) for node in extra if node is not None},
@@ -767,7 +773,8 @@ class _Dissection:
                 f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
                 [self._with_bias(node) for node in out_projs or products],
             )
-        if self.partial and out_projs and self._reads_heads(out_projs[-1], len(mlp)):
+        is_mlp = len(out_projs) > 1 and len({*map(index.input_of, out_projs)}) == 1
+        if self.partial and out_projs and (is_mlp or self._reads_heads(out_projs[-1], len(mlp))):
             mlp, out_projs = {*mlp, *out_projs}, []  # an MLP that reads the heads
         ordered = sorted(mlp, key=graph.order.__getitem__)
         second = self._second_out_projs(out_projs, ordered) if self.partial else []
@@ -981,11 +988,21 @@ class _Dissection:
     def _is_one_branch(self, projections: list[Node], until: list[Node]) -> bool:
         """Return whether projections compute one residual branch from nothing but its input."""
         total = self._sum(projections[0], set(projections), until)
-        start = self.index.before_moves(self.index.input_of(projections[0]))
-        inside = self.graph.between([total.branch], [start])
-        if total.shortcut is None or not set(projections) <= set(inside):
+        start, end = self.index.before_moves(self.index.input_of(projections[0])), total.branch
+        if total.shortcut is None:  # all that follows reads the result of the branch alone
+            end = self._joined(projections) or end
+            after = {*self.graph.between(until, [end])}
+            if not after.isdisjoint(self.graph.ancestors[end] & self.graph.live):
+                return False
+        inside = self.graph.between([end], [start])
+        if not set(projections) <= set(inside):
             return False
         return all(start in self.graph.ancestors[n] for n in inside if n in self.graph.live)
+
+    def _joined(self, projections: Iterable[Node]) -> Node | None:
+        """Return the first node that depends on all of these projections."""
+        above, wanted = self.graph.ancestors, {*projections}
+        return next((n for n in self.index.live if wanted <= above[n] | {n}), None)
 
     def _activated(self, node: Node) -> Node:
         """Return the result of the activation after a projection."""

@@ -7,7 +7,7 @@ to the branch's result.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -355,12 +355,17 @@ def _start_from_norm(anatomy: Anatomy, branches: dict[int, _BranchNorms]) -> lis
 
 
 def _belongs_to_first_block(anatomy: Anatomy, branch: _BranchNorms) -> bool:
-    graph, scale, layer = anatomy.graph, branch.stream[0].scale, anatomy.layers[0]
-    fc = graph.parameters_between([layer.fc_end], [layer.x2])
-    if scale is None or not fc:
-        return False
-    norm, projection = (_FIRST_BLOCK.match(graph.names[node]) for node in (scale, fc[0]))
-    return norm is not None and projection is not None and norm[0] == projection[0]
+    graph, norm, layer = anatomy.graph, branch.stream[-1], anatomy.layers[0]
+
+    def first_block(node: Node, parameters: Sequence[Node]) -> str:
+        """Return the path of the first block if a node is in it, by its parameters or modules."""
+        own = [graph.names[each] for each in parameters]
+        own += [f"{module}." for module in reversed(node.meta.get("modules", ()))]
+        found = _FIRST_BLOCK.match(own[0]) if own else None
+        return found[0] if found else ""
+
+    block = first_block(layer.qkv[0], graph.parameters_between(layer.qkv_ends, [layer.x1]))
+    return bool(block) and block == first_block(norm.end, [norm.scale] if norm.scale else [])
 
 
 def _name(places: NormPlaces, number: int, branch: _BranchNorms, following: list[Norm]) -> None:

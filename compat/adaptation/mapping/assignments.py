@@ -856,9 +856,10 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
         node for node in graph.between([anatomy.logits], [anatomy.xf])
         if node in graph.live and anatomy.xf not in graph.ancestors[node] | {node}
     ]  # fmt: skip
+    width = prod(size(anatomy.xf)) // prod(graph.shape)  # C, unless the last block ends otherwise
     for node in graph.parameters_between([anatomy.logits], [anatomy.xf, *others]):
-        if is_table(node, size(anatomy.xf)[-1]):  # another width if attention ends the last block
-            assign(HEAD, node, size(anatomy.xf)[-1], config.vocab_size)
+        if is_table(node, width):
+            assign(HEAD, node, width, config.vocab_size)
         elif node is not table and graph.values[node].numel() > 1:
             found.zeroed.append(node)  # a bias; a single number is a factor
     found.head_scale = _head_scale(anatomy)
