@@ -677,7 +677,7 @@ class _Dissection:
         out_projs, second, rest = self._projections_of(i, products, qkv, x1, following, after)
         fc, gate, mlp_proj, *extra = self._mlp(i, rest, until)
         extra += second  # further projections of what attention computes
-        unknown = rest if fc is None else []
+        unknown = [n for n in rest if n not in extra] if fc is None else []
         if out_projs:  # the single one, or where those of several heads are joined
             joined = self._joined(out_projs)
             if joined is None:
@@ -813,7 +813,8 @@ class _Dissection:
         if following == 0:
             end = self._with_bias(projection)
             return self._activated(end) is not end
-        return following == 1 and size(projection)[-1] != self.width
+        found = size(projection)[-1]
+        return found > self.width or (following == 1 and found != self.width)
 
     def _inputs(
         self, i: int, attention_ops: list[AttentionOp]
@@ -896,7 +897,8 @@ class _Dissection:
         found: list[Node] = []
         for node, after in pairwise(following):
             only_attention = self.index.sources(node) <= {*out_projs, *found}
-            if len(following) - len(found) <= 2 or not only_attention:
+            is_narrow = size(node)[-1] <= self.width  # the MLP's first projection is wide
+            if len(following) - len(found) <= 2 or not (only_attention and is_narrow):
                 break
             if node not in self.graph.ancestors[after]:
                 break
@@ -942,6 +944,9 @@ class _Dissection:
             return [chain[0], None, end, *(n for n in found if n not in (chain[0], end))]
         if self.partial and self._is_one_branch(found, until):
             return [None, None, None]
+        for n in range(len(found) - 1, 2, -1) if self.partial else ():  # others follow the branch
+            if self._is_one_branch(found[:n], found[n : n + 1]):
+                return [None, None, None, *found[n:]]
         if last is not None:
             return last
         why = ""

@@ -25,6 +25,7 @@ from compat.adaptation.tracing.graph import (
     SHAPE_ONLY,
     Graph,
     kind,
+    live_inputs,
     random_values,
     size,
     tensor_inputs,
@@ -278,6 +279,10 @@ def place_norms(anatomy: Anatomy) -> NormPlaces:
     if anatomy.own_input is not None:
         for norm in norms_between(graph, anatomy.looked_up, anatomy.own_input):
             places.extra["wte"] = norm
+    for projection in anatomy.leading[:1]:
+        for norm in norms_between(graph, anatomy.embed, live_inputs(graph, projection)[0]):
+            if anatomy.embed not in graph.between([anatomy.layers[0].x1], [norm.end]):
+                places.extra["embed"] = norm  # and not the norm of a branch
     for number in _start_from_norm(anatomy, branches):
         branches[number].before.append(branches[number].stream.pop())
         places.from_norm.append(_names(number)[0])

@@ -266,12 +266,13 @@ def _product_before(context: DiagnosisContext, layer: Layer) -> Node:
 )
 def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
-        if layer.extra and layer.fc is not None and layer.mlp_proj is not None:
+        mlp = layer.unknown or [n for n in (layer.fc, layer.mlp_proj) if n is not None]
+        if layer.extra and len(mlp) > 1:
             n = len(layer.extra)
-            place = source.calling(context.graph, context.model, layer.extra[0], layer.mlp_proj)
+            place = source.calling(context.graph, context.model, layer.extra[0], mlp[-1])
             values = {"found": f"{n} projection{'s' * (n > 1)} run{'s' * (n == 1)}"}
             last = i == len(context.layers) - 1
-            if context.graph.order[layer.extra[0]] < context.graph.order[layer.fc]:
+            if context.graph.order[layer.extra[0]] < context.graph.order[mlp[0]]:
                 tap, after = f"h.{i}.attn", {"branch": "attention", "next": "the MLP"}
                 place = source.running(context.graph, layer.extra[:1]) or place
             else:
