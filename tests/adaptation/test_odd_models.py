@@ -903,7 +903,10 @@ def test_a_head_that_is_computed_several_times_is_reported(tiny: Path) -> None:
     found = breaking["shared_parameters"]
     assert "the heads of q, k and v share one set" in found.message
     assert "torch.cat(heads" in (found.source_line or "")
-    assert "the model has 1 head of 6 channels, but the checkpoint has 4" in breaking["n_head_mismatch"].message
+    assert (
+        "the model has 1 head of 6 channels, but the checkpoint has 4"
+        in breaking["n_head_mismatch"].message
+    )
 
 
 @pytest.mark.parametrize(
