@@ -56,8 +56,6 @@ def draw(seed: int) -> Features:
         features[name] = generator.choice([USUAL[name], *OPTIONS[name]])
     if features["place"] != "pre":
         features["residual"] = "usual"
-    if features["residual"] == "no_mlp":
-        features["branch_weight"] = "no"
     if features["qkv"] != "separate":
         features["key_heads"] = "all"
     if features["qkv"] == "heads":

@@ -700,7 +700,7 @@ class _Dissection:
             end = self._with_bias(last) if mlp_proj else act
             mlp_sum = self._with_own_input(self._sum(end, {last}, until), x2)
             if mlp_sum.shortcut is None and mlp_proj:  # no residual connection ends the branch
-                activated = self._activated(end)
+                activated = self._weighted(self._activated(end))
                 mlp_sum = Sum(activated, activated, None)
         elif unknown:
             x2 = act = fc_end = index.input_of(unknown[0])
@@ -766,6 +766,7 @@ class _Dissection:
         if self.partial and not out_projs:  # another tensor may be added to the heads
             others = following & projections - after - {*qkv} - gates
             reading = [n for n in others if index.sources(n) & products]
+            reading = [n for n in reading if others.isdisjoint(graph.ancestors[n])]
             out_projs = reading if len(reading) == 1 and len(others) > 2 else []
         mlp = (following & projections) - {*qkv, *out_projs, *after, *gates}
         if not mlp and not self.partial:
@@ -1065,7 +1066,16 @@ class _Dissection:
                 from_branch = branch in above[inner] or inner is branch
                 if from_branch and not roots & (above[outer] | {outer}):
                     return Sum(node, inner, self.index.before_moves(outer))
-        return Sum(branch, branch, None)
+        end = self._weighted(branch)
+        return Sum(end, end, None)
+
+    def _weighted(self, node: Node) -> Node:
+        """Return the product of the result of a branch with parameters, if it is multiplied."""
+        while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) == "mul":
+            if not reads_parameter(self.graph, users[0]):
+                break
+            [node] = users
+        return node
 
     def _with_own_input(self, total: Sum, x: Node) -> Sum:
         """Return the sum with the residual stream, if the first sum is with the branch's input."""
