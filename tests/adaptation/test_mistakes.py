@@ -846,8 +846,27 @@ BY_OWN_OPERATIONS = [
     "half of the last hidden states", "hidden states of the token before", "half of the activation",
 ]  # fmt: skip
 
+# The scores of all heads of one sequence do not follow each other.
+HEADS_FIRST = (
+    "        queries, keys, values = (t.transpose(0, 1){0} for t in (queries, keys, values))\n"
+)
 EQUAL: dict[str, Edits] = {
     "no mistake": [],
+    "an axis of heads before that of the sequences": [
+        ("        scores = queries @", f"{HEADS_FIRST.format('')}        scores = queries @"),
+        ("(weights @ values).transpose(1, 2)", "(weights @ values).permute(1, 2, 0, 3)"),
+    ],
+    "an axis of heads with those of the sequences inside": [
+        (
+            "        scores = queries @",
+            f"{HEADS_FIRST.format('.reshape(-1, T, self.head_dim)')}        scores = queries @",
+        ),
+        ("keys.transpose(2, 3)", "keys.transpose(1, 2)"),
+        (
+            "(weights @ values).transpose(1, 2)",
+            "(weights @ values).view(self.heads, B, T, -1).permute(1, 2, 0, 3)",
+        ),
+    ],
     "an empty cache for each layer": [
         ("def forward(self, ids):", "def forward(self, ids, kv_caches):"),
         (LOOP, "        for block, cache in zip(self.blocks, kv_caches, strict=True):\n"),
@@ -2917,6 +2936,16 @@ SCORE_DEVIATIONS = {
     "scaled_probs": ("weights = self.drop(weights)", "weights = self.drop(weights) * 2"),
 }
 PREVIOUS_KEYS = "keys = " + PREVIOUS.format("keys.transpose(1, 2)") + ".transpose(1, 2)"
+
+
+@pytest.mark.parametrize("other", ["no_mask", "wrong_scale", "softmax_dim"])
+@pytest.mark.parametrize("name", [name for name in EQUAL if name.startswith("an axis of heads")])
+def test_the_order_of_heads_and_sequences_does_not_matter(
+    tiny: Path, tmp_path: Path, name: str, other: str
+) -> None:
+    adaptation = adapted(tiny, tmp_path, [SCORE_DEVIATIONS[other], *EQUAL[name]])
+    [found] = adaptation.deviations
+    assert found.code == other and found.evidence.startswith("confirmed")
 
 
 @pytest.mark.parametrize("other", SCORE_DEVIATIONS)

@@ -30,6 +30,7 @@ from compat.adaptation.mapping.linear_maps import (
     head_view,
     linear_map,
     merged,
+    sequences_of_groups,
     token_view,
 )
 from compat.adaptation.tracing.graph import (
@@ -63,6 +64,7 @@ class Attention:
 
     Args:
         q, k, v, heads: views (B, H, T, D) of the operands and of the result.
+        sequences: to which sequence each group of each operation belongs.
         q_factor, k_factor: what q and k are multiplied by before their product.
         rotated: q and k depend on the position, as with rotary embeddings.
         shared_kv: one projection computes key and value.
@@ -81,6 +83,7 @@ class Attention:
     k: View
     v: View
     heads: View
+    sequences: list[list[int]]
     q_factor: float = 1.0
     k_factor: float = 1.0
     rotated: bool = False
@@ -214,8 +217,11 @@ def find_assignments(
 def _attention(anatomy: Anatomy, layer: Layer, i: int) -> Attention:
     graph = anatomy.graph
     attention_ops = [_with_tokens_as_time(op, *graph.shape) for op in layer.attention_ops]
+    sequences = [sequences_of_groups(graph, layer.x1, op) for op in attention_ops]
     q, k, v, heads = (
-        head_view(attention_ops, [getattr(op, name) for op in attention_ops], graph.shape)
+        head_view(
+            attention_ops, [getattr(op, name) for op in attention_ops], graph.shape, sequences
+        )
         for name in ("q", "k", "v", "out")
     )
     B, T = graph.shape
@@ -242,7 +248,8 @@ def _attention(anatomy: Anatomy, layer: Layer, i: int) -> Attention:
             "keys and values as queries",
             [attention_ops[0].product],
         )
-    return Attention(q, k, v, heads, over_heads=attention_ops != layer.attention_ops)
+    over_heads = attention_ops != layer.attention_ops
+    return Attention(q, k, v, heads, sequences, over_heads=over_heads)
 
 
 def _joined_tokens(anatomy: Anatomy, layer: Layer) -> Node | None:

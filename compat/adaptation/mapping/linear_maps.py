@@ -85,19 +85,52 @@ def token_view(graph: Graph, node: Node) -> View | None:
     return View((node,), place.view(shape).permute(batch, time, *rest).reshape(B, T, -1))
 
 
+def sequences_of_groups(graph: Graph, start: Node, op: AttentionOp) -> list[int]:
+    """Return to which sequence of the batch each group of an attention operation belongs.
+
+    The groups are its batch and head axes, merged or not. In (B·H, T, D) the heads of a sequence
+    follow each other, in (H·B, T, D) the sequences of a head; this is measured from the values of
+    the node `start` (B, T, C), of which one sequence after the other is changed.
+    """
+    B = graph.shape[0]
+    sizes = [size(op.out.node)[axis] for axis in op.out.groups]
+    groups, view = prod(sizes), token_view(graph, start)
+    usual = [group * B // groups for group in range(groups)]
+    if sizes.count(B) == 1 and len(sizes) < 3:
+        return usual if sizes[0] == B else [group % B for group in range(groups)]
+    if groups % B or view is None:
+        return usual
+
+    def values(x: Tensor) -> Tensor:
+        [found] = graph.run([op.out.node], view.node_values(x), finite=True)
+        return found.permute(*op.out.groups, op.out.time, op.out.d).reshape(groups, -1)
+
+    x = random_values(view.index.shape)
+    before, found = values(x), [0] * groups
+    for b in range(1, B):
+        other = x.clone()
+        other[b] = random_values(x.shape[1:], seed=b)
+        changed = (values(other) != before).any(1)
+        found = [b if now else was for now, was in zip(changed.tolist(), found, strict=True)]
+    return found if {found.count(b) for b in range(B)} == {groups // B} else usual
+
+
 def head_view(
-    attention_ops: Sequence[AttentionOp], operands: Sequence[Operand], shape: tuple[int, int]
+    attention_ops: Sequence[AttentionOp],
+    operands: Sequence[Operand],
+    shape: tuple[int, int],
+    sequences: Sequence[Sequence[int]],
 ) -> View | None:
     """Return one operand of all attention operations as (B, H, T, D).
 
-    The groups of an operation are its batch and head axes, merged or not. The batch comes first,
-    as in (B, H, T, D) and (B·H, T, D), or alone, as in (B, T, D).
+    The groups of an operation are its batch and head axes, merged or not, or the batch alone, as in
+    (B, T, D). For each operation, `sequences` are those of its groups; see `sequences_of_groups`.
     """
     B, T = shape
     pieces: list[tuple[int, Tensor]] = []  # of each head of each sequence: which sequence, (T, D)
     starts: dict[Node, int] = {}  # several operations may share a key and a value
     offset = 0
-    for op, operand in zip(attention_ops, operands, strict=True):
+    for op, operand, own in zip(attention_ops, operands, sequences, strict=True):
         groups = prod(size(op.out.node)[axis] for axis in op.out.groups)
         if groups % B:
             return None
@@ -111,7 +144,7 @@ def head_view(
             if len(index) % B or groups % len(index):
                 return None
             index = index.repeat_interleave(groups // len(index), dim=0)
-        pieces += [(group // (groups // B), index[group]) for group in range(groups)]
+        pieces += zip(own, index, strict=True)
     ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
     if len({piece.shape for piece in ordered}) != 1 or ordered[0].shape[0] != T:
         return None

@@ -33,7 +33,9 @@ def find_taps(anatomy: Anatomy, assignments: Assignments, places: NormPlaces) ->
         found[f"h.{i}.v"] = merged(attention.v)
         probs = [op.probs for op in layer.attention_ops if op.probs is not None]
         if len(probs) == len(layer.attention_ops):
-            found[f"h.{i}.probs"] = head_view(layer.attention_ops, probs, graph.shape)
+            found[f"h.{i}.probs"] = head_view(
+                layer.attention_ops, probs, graph.shape, attention.sequences
+            )
         heads = token_view(graph, layer.heads) if attention.unmerged else None
         by_head = merged(attention.heads)
         complete = heads is not None and heads.index.shape == by_head.index.shape
