@@ -157,6 +157,8 @@ class ConfigMaker:
         known = _known_values(self.cls, [*usage.names, *template], self.config, numbers)
         values |= template
         values |= {name: v for name, v in known.items() if v is not None or not values.get(name)}
+        counted = {name: symbols(name, self.config) for name in known if counts(self.cls, name)}
+        values |= {name: characters for name, characters in counted.items() if characters}
         values |= {name: entry for name, entry in entries.items() if name not in usage.sections}
         form = self._form()
         inner = {name: template.get(name, {}) for name in self._sections()}

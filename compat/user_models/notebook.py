@@ -6,6 +6,7 @@ import __future__
 import ast
 import builtins
 import contextlib
+import importlib
 import json
 import linecache
 import re
@@ -27,6 +28,10 @@ from compat.user_models.time_limit import limited_time
 
 # Cell magics that run the cell's code in the notebook's own namespace.
 TRANSPARENT = {"time", "capture", "prun", "memit", "mprun", "wandb"}
+# What nearly all notebooks with models import.
+USUAL_IMPORTS = {
+    "torch": "torch", "nn": "torch.nn", "F": "torch.nn.functional", "math": "math", "np": "numpy",
+}  # fmt: skip
 # A cell that writes a module, which other cells import; its code is read as that of a cell.
 WRITES_MODULE = re.compile(r"\s*%%(?:writefile|file)\b.*?(\w+)\.py[ \t]*$", re.MULTILINE)
 # %matplotlib inline, !pip install, ?help; files = !ls; help? - with lines continued by a backslash.
@@ -114,6 +119,10 @@ class LazyModule:
             if error is not None:
                 self._broken.append((source, error))
             lines += own
+        bound = {name for statement in self.statements for name in statement.binds}
+        read = {name for statement in self.statements for name in statement.reads}
+        for name in USUAL_IMPORTS.keys() & read - bound:  # another notebook imports and runs it
+            vars(self.module)[name] = importlib.import_module(USUAL_IMPORTS[name])
         # `inspect.getsource` of a class reads the lines of its module's __file__.
         linecache.cache[str(path)] = (sum(map(len, lines)), None, lines, str(path))
 

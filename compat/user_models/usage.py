@@ -151,9 +151,12 @@ def _read(node: ast.AST) -> tuple[ast.expr | None, str]:
 
 
 def counts(cls: Callable[..., Any], parameter: str) -> bool:
-    """Return whether a constructor computes `len(parameter)` or `set(parameter)`."""
+    """Return whether a constructor computes `len(parameter)` or `set(parameter)`.
+
+    The parameter may be an attribute of another one, as in `len(tokenizer.vocab)`.
+    """
     own = init_source(cls)
-    return re.search(rf"\b(len|set)\(\s*(self\.)?{parameter}\s*\)", own) is not None
+    return re.search(rf"\b(len|set)\(\s*([\w.]+\.)?{parameter}\s*\)", own) is not None
 
 
 def items_of(cls: type, parameter: str) -> dict[str, bool]:

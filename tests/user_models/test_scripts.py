@@ -265,6 +265,13 @@ def test_a_data_class_that_reads_a_missing_file_is_built(tmp_path: Path) -> None
             build(tmp_path, fields + wrong + source)
 
 
+def test_a_vocabulary_of_a_tokenizer_that_is_counted_has_the_length(tmp_path: Path) -> None:
+    source = SIZED.format(signature=", n_embd, n_layer, tokenizer").replace(
+        "super().__init__()", "super().__init__()\n        vocab_size = len(tokenizer.vocab)"
+    )
+    assert build(tmp_path, source).wte.weight.shape == (97, 24)
+
+
 @pytest.mark.parametrize("where", ["own.py", "settings.py"])
 def test_an_attribute_of_a_config_class_may_raise(tmp_path: Path, where: str) -> None:
     """It downloads a tokenizer, without which the model can be built."""

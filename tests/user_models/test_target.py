@@ -468,6 +468,14 @@ def test_a_module_of_the_project_that_needs_a_missing_library_is_imported(tmp_pa
     assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
+def test_a_notebook_without_imports_has_the_usual_ones(tmp_path: Path) -> None:
+    """Another notebook imports these and runs it."""
+    cell = "class GPT(nn.Module):\n    size, root = torch.tensor(5), math.sqrt(4)\n"
+    found = vars(load_target(f"{notebook(tmp_path, cell)}:GPT"))
+    assert (int(found["size"]), found["root"]) == (5, 2)
+    check_refused(f"{notebook(tmp_path, cell.replace('math', 'maths'))}:GPT", "'maths' is not")
+
+
 def test_a_class_that_takes_a_number_of_classes_is_not_the_language_model(tmp_path: Path) -> None:
     other = "class Other(nn.Module):\n    def __init__(self, vocab_size, n_embd, num_classes):\n"
     other += "        self.attention, self.vocab = 1, 2\n"
