@@ -422,6 +422,13 @@ class FixedLength(GPT):
         return self.logits(ids + torch.zeros(20, dtype=torch.long))
 
 
+class EmptyLength(GPT):
+    """Refuses every sequence with an error that names a length of 0."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return torch.zeros(0) + torch.zeros(7)
+
+
 class MaskOfTheBatch(GPT):
     """Accepts a mask with an axis for the batch."""
 
@@ -725,6 +732,7 @@ ERRORS: dict[str, tuple[Build, str]] = {
     "returns a loss": (ReturnsLoss, r"returned \[\]"),
     "extra arguments": (ExtraArguments, "temperature"),
     "no arguments": (NoArguments, "positional argument"),
+    "a length of 0": (EmptyLength, r"size of tensor \w \(0\)"),
 }
 EQUAL: dict[str, Build] = {
     "a plain GPT-2": GPT,

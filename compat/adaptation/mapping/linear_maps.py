@@ -144,7 +144,7 @@ def head_view(
             if len(index) % B or groups % len(index):
                 return None
             index = index.repeat_interleave(groups // len(index), dim=0)
-        pieces += zip(own, index, strict=True)
+        pieces += zip(own, index, strict=False)  # an operand may have more groups
     ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
     if len({piece.shape for piece in ordered}) != 1 or ordered[0].shape[0] != T:
         return None
