@@ -1008,7 +1008,7 @@ class _Dissection:
     def _joined(self, projections: Iterable[Node]) -> Node | None:
         """Return the first node that depends on all of these projections."""
         above, wanted = self.graph.ancestors, {*projections}
-        return next((n for n in self.index.live if wanted <= above[n] | {n}), None)
+        return next((n for n in self.index.live if wanted - {n} <= above[n]), None)
 
     def _activated(self, node: Node) -> Node:
         """Return the result of the activation after a projection."""
