@@ -658,8 +658,13 @@ def _used_by(definition: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[
     inside = {id(part.value) for part in types if isinstance(part, ast.Attribute)}
     names = (n for n in ast.walk(definition) if isinstance(n, ast.Name) and id(n) not in inside)
     named = {node.id for node in names}
-    taken = {plain(a.arg) for f in _functions(definition.body, INIT) for a in f.args.args}
+    taken = {plain(name) for name in _constructor_arguments(definition)}
     return {name for name in classes if name in named or plain(name) in taken}
+
+
+def _constructor_arguments(definition: ast.ClassDef) -> list[str]:
+    """Return the names of the positional arguments of a class's constructor."""
+    return [arg.arg for f in _functions(definition.body, INIT) for arg in f.args.args]
 
 
 def _whole(names: Iterable[str], classes: dict[str, ast.ClassDef]) -> list[str]:
@@ -687,8 +692,7 @@ def _takes_two_sequences(definition: ast.ClassDef) -> bool:
 
 def _takes_classes(definition: ast.ClassDef) -> bool:
     """Return whether the constructor takes a number of classes, as that of a classifier does."""
-    arguments = [a.arg for f in _functions(definition.body, INIT) for a in f.args.args]
-    return any(CLASSES.fullmatch(plain(name)) for name in arguments)
+    return any(CLASSES.fullmatch(plain(name)) for name in _constructor_arguments(definition))
 
 
 def _only_trains(definition: ast.ClassDef) -> bool:
@@ -697,7 +701,7 @@ def _only_trains(definition: ast.ClassDef) -> bool:
     Such a class has Lightning's methods for training.
     """
     names = {getattr(node, "name", "") for node in definition.body}
-    arguments = [arg.arg for f in _functions(definition.body, INIT) for arg in f.args.args]
+    arguments = _constructor_arguments(definition)
     trains = bool(names & {"training_step", "configure_optimizers"})
     return trains and ("model" in arguments or "forward" not in names)
 
