@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from compat.adaptation.other_ways import (
 )
 from compat.adaptation.part import of_part, with_part
 from compat.adaptation.result import Adaptation
-from compat.adaptation.stages import Progress, Run, Stages, judge, map_graph, timed
+from compat.adaptation.stages import MakeReference, Progress, Run, Stages, judge, map_graph, timed
 from compat.adaptation.tracing.calling import Forward, check_model, method_calls
 from compat.adaptation.tracing.flex_attention import plain_flex_attention
 from compat.adaptation.tracing.plain_lists import registered
@@ -49,12 +50,13 @@ from compat.user_code import is_users
 
 
 @dataclass(frozen=True)
-class _Options:
-    """Arguments of `adapt`."""
+class Options:
+    """Arguments of `adapt`, and what makes the reference: several runs can share one."""
 
     forward: Forward | None
     example_length: int | None
     progress: Progress
+    reference: MakeReference
 
 
 def adapt(
@@ -92,13 +94,27 @@ def adapt(
             message says why and names the line.
         CompatError: the checkpoint cannot be loaded.
     """
+    options = Options(forward, example_length, progress or unseen, Reference)
+    open_source = partial(open_checkpoint, source, revision=revision, verify=verify, n_head=n_head)
+    return adapt_with(model, open_source, part, options)
+
+
+def unseen(stage: str) -> None:
+    """Report no progress."""
+
+
+def adapt_with(
+    model: nn.Module, open_source: Callable[[], Checkpoint], part: str | None, options: Options
+) -> Adaptation:
+    """Adapt a model as `adapt` does. The checkpoint is opened once the model is checked."""
     if not isinstance(model, nn.Module):
         check_model(model)
     with registered(model) as lists, plain_flex_attention():
         check_model(model)
-        checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
-        calls = None if forward or part else method_calls(model, random_ids(checkpoint, 0, 2, 4))
-        options = _Options(forward or calls, example_length, progress or (lambda stage: None))
+        checkpoint = open_source()
+        known = options.forward is not None or part is not None
+        calls = None if known else method_calls(model, random_ids(checkpoint, 0, 2, 4))
+        options = replace(options, forward=options.forward or calls)
         if part is not None:
             adaptation = _adapt_part(model, checkpoint, part, options)
         else:
@@ -108,7 +124,7 @@ def adapt(
 
 
 def _adapt_part(
-    model: nn.Module, checkpoint: Checkpoint, part: str, options: _Options
+    model: nn.Module, checkpoint: Checkpoint, part: str, options: Options
 ) -> Adaptation:
     """Adapt a single part."""
     whole, prefix = with_part(model, part, checkpoint.config)
@@ -117,7 +133,7 @@ def _adapt_part(
     return of_part(adaptation, model, part, prefix)
 
 
-def _adapt_in_own_type(model: nn.Module, checkpoint: Checkpoint, options: _Options) -> Adaptation:
+def _adapt_in_own_type(model: nn.Module, checkpoint: Checkpoint, options: Options) -> Adaptation:
     """Adapt a model in any data type. One in half precision is mapped in float32."""
     dtype = next(iter(model.parameters())).dtype
     dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -128,13 +144,13 @@ def _adapt_in_own_type(model: nn.Module, checkpoint: Checkpoint, options: _Optio
                 adaptation = _adapt(model, checkpoint, options)
         except AdaptError:  # the code relies on the data types
             adaptation = _adapt(model, checkpoint, options)
-        adaptation = _confirm(model, checkpoint, adaptation, options.forward, by_width[0])
+        adaptation = _confirm(model, checkpoint, adaptation, options, by_width[0])
         return replace(adaptation, findings=[*adaptation.findings, mixed_types(model)])
     if dtype not in HALF:
         return _adapt(model, checkpoint, options)
     with converted(model), _types_replaced(model, torch.float32):
         adaptation = _adapt(model, checkpoint, options)
-    return _confirm(model, checkpoint, adaptation, options.forward, dtype)
+    return _confirm(model, checkpoint, adaptation, options, dtype)
 
 
 @contextmanager
@@ -169,7 +185,7 @@ def _has_entries(value: object) -> bool:
     return isinstance(value, dict) or (hasattr(value, "__dict__") and not other)
 
 
-def _adapt(model: nn.Module, checkpoint: Checkpoint, options: _Options) -> Adaptation:
+def _adapt(model: nn.Module, checkpoint: Checkpoint, options: Options) -> Adaptation:
     """Adapt a model in float32 or float64."""
     config, forward, seconds = checkpoint.config, options.forward, Stages(options.progress)
     with timed(seconds, "trace"):
@@ -177,7 +193,7 @@ def _adapt(model: nn.Module, checkpoint: Checkpoint, options: _Options) -> Adapt
         # The first and last ids may be padding ids, which the model masks.
         ids = ids.clamp(min(2, config.vocab_size - 1), max(config.vocab_size - 3, 0))
         call, ids = (forward, ids) if forward else find_call(model, checkpoint, ids)
-        run = Run(model, checkpoint, call, ids, seconds)
+        run = Run(model, checkpoint, call, ids, seconds, options.reference)
         try:
             graph = to_graph(model, call, ids)
         except Untraceable as error:
@@ -200,7 +216,7 @@ def _confirm(
     model: nn.Module,
     checkpoint: Checkpoint,
     adaptation: Adaptation,
-    forward: Forward | None,
+    options: Options,
     dtype: torch.dtype,
 ) -> Adaptation:
     """Confirm the result of a copy in a wider type by comparing the model's own logits.
@@ -210,8 +226,8 @@ def _confirm(
     if not adaptation.compatible or adaptation.parity is None:
         return adaptation
     ids = random_ids(checkpoint, 0, 2, example_length(checkpoint.config))
-    call = forward or find_call(model, checkpoint, ids)[0]
-    proof = end_to_end(model, call, Reference(checkpoint, dtype), short_only=True)
+    call = options.forward or find_call(model, checkpoint, ids)[0]
+    proof = end_to_end(model, call, options.reference(checkpoint, dtype), short_only=True)
     name = dtype_name(dtype)
     report = replace(
         adaptation.parity, dtype=name, taps=[], logits=proof, float32=adaptation.parity

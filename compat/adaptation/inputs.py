@@ -53,7 +53,7 @@ def find_call(
 
         others: list[Inputs]
         tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-        others = [(full_length, None, None), (ids % min([16, *tables]), None, None)]
+        others = [(full_length, None, None), (ids % min([16, *filter(None, tables)]), None, None)]
         mismatches = re.findall(r"size of tensor \w \((\d+)\)|\bsize (\d+)\b", str(error))
         lengths = dict.fromkeys(
             int(number) for pair in mismatches for number in pair if int(number or 0)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -72,6 +73,7 @@ LONGEST = 700
 DIFFERS = 1e-3
 
 Progress = Callable[[str], object]
+MakeReference = Callable[[Checkpoint, torch.dtype], Reference]
 
 
 class Stages(dict[str, float]):
@@ -114,6 +116,7 @@ class Run:
     call: Forward
     ids: Tensor  # (B, T), that the model is traced with
     seconds: Stages
+    make_reference: MakeReference
 
     @property
     def config(self) -> GPT2Config:
@@ -126,7 +129,7 @@ class Run:
         return call if isinstance(call, CallSignature) else None
 
     def reference(self) -> Reference:
-        return Reference(self.checkpoint, next(iter(self.model.parameters())).dtype)
+        return self.make_reference(self.checkpoint, next(iter(self.model.parameters())).dtype)
 
     def result(
         self,

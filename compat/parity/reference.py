@@ -254,6 +254,12 @@ class SharedReference(Reference):
         super().__init__(*arguments)
         self._logits: dict[tuple[object, ...], tuple[Tensor, Tensor | None]] = {}
         self._local: dict[tuple[object, ...], Trace] = {}
+        self._verified = False
+
+    def verify(self) -> None:
+        if not self._verified:
+            super().verify()
+        self._verified = True
 
     def logits(self, ids: Tensor, exact: bool = True) -> tuple[Tensor, Tensor | None]:
         key = (*_key(ids), exact)

@@ -10,7 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compat.user_models.usage import is_users_class, modules_text, users_globals, users_nodes
+from compat.user_models.usage import (
+    compared_strings,
+    is_users_class,
+    modules_text,
+    users_globals,
+    users_nodes,
+)
 
 # Names of GPT-2's activation, the tanh form of GELU; the first in the user's code is passed.
 GELUS = ("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "tanh", "gelu")
@@ -35,7 +41,8 @@ def activation_for(cls: Callable[..., Any], name: str) -> object:
     """Return GPT-2's activation in the form in which the user's code uses this argument.
 
     It is a function if the argument is annotated as one, or is only stored, passed on and called; a
-    function without arguments if it is called without any, as a class is; and otherwise a name.
+    function without arguments if it is called without any, as a class is; and otherwise a name, of
+    another activation if the code compares the argument with others only.
     """
     text = modules_text(cls)
     if "ACT2FN" in text:
@@ -51,7 +58,12 @@ def activation_for(cls: Callable[..., Any], name: str) -> object:
             return gelu_new
     text = APPROXIMATE.sub("", text)
     names = [g for g in GELUS if g != "tanh" or not OWN_TANH.search(text)]
-    return next((g for g in names if f'"{g}"' in text or f"'{g}'" in text), "gelu")
+    for flags in (re.NOFLAG, re.IGNORECASE):  # "gelu" rather than "GeLU"
+        found = (re.search(rf"""["']({g})["']""", text, flags) for g in names)
+        if first := next(filter(None, found), None):
+            return first[1]
+    others = compared_strings(cls).get(name, {"gelu"})  # without GELU, one that the code knows
+    return min(others, key=text.find)
 
 
 def _uses(cls: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:

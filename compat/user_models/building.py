@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,15 @@ from torch.overrides import TorchFunctionMode
 from compat.config import GPT2Config
 from compat.user_models.eval_mode import eval_mode
 from compat.user_models.usage import is_users_class, users_globals
+from compat.user_models.vocabulary_argument import Vocabulary
+
+# What loads a tokenizer: the module, the class or "", and the function.
+TOKENIZERS = (
+    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase", "from_pretrained"),
+    ("transformers.models.auto.tokenization_auto", "AutoTokenizer", "from_pretrained"),
+    ("tiktoken", "", "get_encoding"),
+    ("tiktoken", "", "encoding_for_model"),
+)
 
 
 def constructed(
@@ -21,7 +31,8 @@ def constructed(
 ) -> nn.Module:
     """Return what the target returns, also if it has a list of tied weights, as in transformers 4.
 
-    Version 5 expects a dictionary in its place. The head is tied as version 4 tied it.
+    Version 5 expects a dictionary in its place. The head is tied as version 4 tied it. In place of
+    a tokenizer that cannot be downloaded, the target gets one of the checkpoint's size.
 
     Raises:
         MemoryError: the tensors are far larger than those of a model with the sizes of `config`.
@@ -34,7 +45,7 @@ def constructed(
     for cls in lists:
         cls._tied_weights_keys = {}
     try:
-        with _NewTensors(config):
+        with _NewTensors(config), _tokenizers(config):
             model: Any = target(**arguments)
     finally:
         for cls, names in lists.items():
@@ -43,6 +54,38 @@ def constructed(
         with contextlib.suppress(AttributeError, NotImplementedError):
             model.get_output_embeddings().weight = model.get_input_embeddings().weight
     return cast(nn.Module, model)
+
+
+@contextlib.contextmanager
+def _tokenizers(config: GPT2Config) -> Iterator[None]:
+    """Let what loads a tokenizer return a stand-in where the tokenizer cannot be downloaded.
+
+    Some classes of transformers return an empty tokenizer then.
+    """
+
+    def loading(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loaded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                tokenizer = load(*args, **kwargs)
+            except OSError:
+                return Vocabulary(config)
+            return Vocabulary(config) if getattr(tokenizer, "vocab_size", 1) == 0 else tokenizer
+
+        return loaded
+
+    with contextlib.ExitStack() as undo:
+        for name, owner, attribute in TOKENIZERS:
+            module = sys.modules.get(name)
+            place = getattr(module, owner, None) if owner else module
+            if isinstance(present := vars(place).get(attribute) if place else None, classmethod):
+                replaced: Any = classmethod(loading(present.__func__))
+            elif present is not None:
+                replaced = loading(present)
+            else:
+                continue
+            setattr(place, attribute, replaced)
+            undo.callback(setattr, place, attribute, present)
+        yield
 
 
 class _NewTensors(TorchFunctionMode):

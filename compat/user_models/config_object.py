@@ -160,9 +160,16 @@ class ConfigMaker:
         counted = {name: symbols(name, self.config) for name in known if counts(self.cls, name)}
         values |= {name: characters for name, characters in counted.items() if characters}
         values |= {name: entry for name, entry in entries.items() if name not in usage.sections}
-        form = self._form()
-        inner = {name: template.get(name, {}) for name in self._sections()}
-        values |= {n: form(**{**i, **values}) for n, i in inner.items() if isinstance(i, Mapping)}
+        form, sections = self._form(), self._sections()
+
+        def with_sections(own: Mapping[str, Any], depth: int) -> dict[str, Any]:
+            inner = {n: own.get(n, template.get(n, {})) for n in sections} if depth else {}
+            return {**own, **values} | {
+                name: form(**with_sections(section, depth - 1))
+                for name, section in inner.items() if isinstance(section, Mapping)
+            }  # fmt: skip
+
+        values = with_sections(template, 2)  # config["model"]["attention"]
         if embeddings := self._embeddings():
             values |= {"config": form(**values), **embeddings}
         return merged(form(**values), entries)

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiktoken
 import torch
+import transformers
 from torch import nn
 
 from compat import AdaptError, GPT2Config
@@ -137,12 +139,45 @@ def test_defaults_without_a_role_or_of_another_type_are_kept(tmp_path: Path) -> 
         ("{'relu': 0, 'gelu': 1}[act]", 1),
         ("{'gelu': nn.GELU(), 'tanh': nn.Tanh(), 'relu': 0} and {'gelu': 1, 'tanh': 0}[act]", 1),
         ("dict(gelu=nn.GELU(approximate='tanh')) and {'relu': 0, 'gelu': 1}[act]", 1),
+        ("{'ReLU': 0, 'GeLU': 1}[act]", 1),
+        ("{'relu': 0, 'silu': 1}[act] if act == 'relu' or act == 'silu' else None", 0),
     ],
 )
 def test_the_activation_has_a_name_that_the_code_knows(
     tmp_path: Path, reads: str, expected: int
 ) -> None:
     assert build(tmp_path, gpt(", act", f"0, 0, 0, 0, 0, {reads}")).extra == expected
+
+
+@pytest.mark.parametrize(
+    ("load", "size"),
+    [
+        ("transformers.AutoTokenizer.from_pretrained", "vocab_size"),
+        ("transformers.GPT2Tokenizer.from_pretrained", "vocab_size"),
+        ("tiktoken.get_encoding", "n_vocab"),
+    ],
+)
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_tokenizer_that_cannot_be_downloaded_has_the_size_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str, size: str, fails: bool
+) -> None:
+    """Without the files, the function raises an OSError, or returns an empty tokenizer."""
+
+    def loaded(*_: object) -> object:
+        if fails:
+            raise OSError("no network")
+        return SimpleNamespace(vocab_size=0, n_vocab=0)
+
+    owner: Any = {
+        "AutoTokenizer": transformers.AutoTokenizer,
+        "GPT2Tokenizer": transformers.PreTrainedTokenizerBase,
+    }.get(load.split(".")[1], tiktoken)
+    function = load.split(".")[-1]
+    monkeypatch.setattr(owner, function, loaded if owner is tiktoken else classmethod(loaded))
+    before = f"import tiktoken, transformers; tokenizer = {load}('gpt2')"
+    source = gpt(", d", f"tokenizer.{size}, 0, 0, 0, 0, len(tokenizer)", before)
+    model = build(tmp_path, source)
+    assert model.sizes[0] == model.extra == CONFIG.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -1040,6 +1075,17 @@ def test_a_config_is_read_from_a_file(tmp_path: Path, where: str) -> None:
     built, described = construct_with_call(cls, CONFIG)
     assert built.wte.weight.shape == (97, 24) and built.norm.eps == 1e-3
     assert built.other == "gelu" and f"your {file.name} has act='relu'" in described
+
+
+def test_a_config_file_has_sections_in_a_section(tmp_path: Path) -> None:
+    """Their sizes are the checkpoint's, and the tokenizer's name is not a section."""
+    (tmp_path / "base.yaml").write_text(
+        "model:\n  tokenizer: gpt2\n  block: 9\n  dim: 8\n  depth: 7\n  attention:\n    nb_heads: 6"
+    )
+    sizes = "m['vocab'], m['block'], m['dim'], m['depth'], m['attention']['nb_heads']"
+    before = "m = config['model']; assert m['tokenizer'].upper()"
+    source = gpt(", config", f"{sizes}, len(m['tokenizer'].split())", before)
+    assert build(tmp_path, source).sizes == SIZES
 
 
 @pytest.mark.parametrize("check", ["", "assert self.activation == 'squared' and not self.bias"])

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from compat.adaptation.adapt import adapt
+from compat.adaptation.adapt import Options, adapt_with, unseen
 from compat.adaptation.repair import (
     activations,
     blocks,
@@ -46,10 +46,12 @@ from compat.adaptation.repair.edits import Edits, edited_texts, with_import_of_t
 from compat.adaptation.repair.fixes import FIXES, UNSAFE, Site
 from compat.adaptation.repair.source import Source
 from compat.adaptation.result import Adaptation, Finding
+from compat.adaptation.stages import MakeReference
 from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.config import GPT2Config
 from compat.dialects.linear import GPTModel
 from compat.errors import CompatError, listed
+from compat.parity.reference import Reference, SharedReference
 from compat.saving import save_pretrained
 from compat.user_code import SIBLINGS, handle_errors
 from compat.user_models import (
@@ -98,7 +100,12 @@ class Target:
     forward: str | None = None
     other_ways: bool = True
 
-    def adapt(self, checkpoint: Checkpoint, texts: Mapping[str, str]) -> Adaptation:
+    def adapt(
+        self,
+        checkpoint: Checkpoint,
+        texts: Mapping[str, str],
+        make_reference: MakeReference = Reference,
+    ) -> Adaptation:
         """Build the model from these texts and adapt it.
 
         Raises:
@@ -116,8 +123,9 @@ class Target:
                     config_name=self.config_name,
                     other_ways=self.other_ways,
                 )
+                options = Options(forward, None, unseen, make_reference)
                 with resized(cls, checkpoint.config):
-                    return adapt(model, checkpoint, part=self.part, forward=forward)
+                    return adapt_with(model, lambda: checkpoint, self.part, options)
 
         with edited_sources(texts), contextlib.redirect_stdout(sys.stderr):
             return on_available_device(examined)[0]
@@ -292,6 +300,13 @@ class Search:
     left: list[Finding] = field(default_factory=list)
     tried: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
     ends: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
+    references: dict[torch.dtype, Reference] = field(default_factory=dict)  # of all trials
+
+    def reference(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Reference:
+        """Return the reference of all trials; the final proof has one of its own."""
+        if dtype not in self.references:
+            self.references[dtype] = SharedReference(checkpoint, dtype)
+        return self.references[dtype]
 
     def is_over(self) -> bool:
         """Return whether the search has taken as long as it may."""
@@ -311,10 +326,10 @@ class Search:
             if kwargs is not None:
                 direct = replace(self.target, kwargs=kwargs, other_ways=False)
                 with contextlib.suppress(CompatError):
-                    found = direct.adapt(self.checkpoint, {})
+                    found = direct.adapt(self.checkpoint, {}, self.reference)
                     self.target = direct
                     return found
-        return self.target.adapt(self.checkpoint, {})
+        return self.target.adapt(self.checkpoint, {}, self.reference)
 
     @cached_property
     def imported(self) -> list[str]:
@@ -371,7 +386,7 @@ class Search:
             self.tried.add(key)
             try:
                 with contextlib.redirect_stderr(io.StringIO()):  # what the user's code prints
-                    after = self.target.adapt(self.checkpoint, changed)
+                    after = self.target.adapt(self.checkpoint, changed, self.reference)
             except CompatError:
                 continue
             if _rank(after) < _rank(state):
