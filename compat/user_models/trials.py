@@ -563,7 +563,7 @@ def _no_larger_than(most: int) -> Iterator[None]:
 
 def vocabulary(model: nn.Module, config: GPT2Config) -> int:
     """Return the size of a model's vocabulary, which may be a tokenizer's and not the config's."""
-    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)} - {0}
     return config.vocab_size if config.vocab_size in sizes or not sizes else max(sizes)
 
 

@@ -19,7 +19,9 @@ from compat.user_models.usage import init_source, users_nodes
 
 # Names of what maps tokens to ids or ids to tokens, such as `stoi` and `word2idx`.
 _SIDE = r"(s|str|ch|chars?|words?|tok(en)?s?|pieces?|i|ix|idx|ids?|int|ind(ex)?)"
-_TABLE = re.compile(rf"(get)?({_SIDE}(to|2){_SIDE}|vocab(ulary)?|stoi|itos|encoder|decoder|base)")
+_TABLE = re.compile(
+    rf"(get)?({_SIDE}(to|2){_SIDE}|{_SIDE}(map|dict)|vocab(ulary)?|stoi|itos|encoder|decoder|base)"
+)
 # Names of the number of tokens, of an id, and of methods that look up an id.
 _COUNT = re.compile(
     r"(get)?(n|num)?(vocab(ulary)?|pieces?|words?|tokens?|chars?)(size|len|count)?|len|size"

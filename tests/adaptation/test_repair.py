@@ -436,6 +436,13 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["no_mask"],
         "x = self.blocks(x, mask=mask)",
     ),
+    "torch's attention, called with keywords and without a mask": (
+        [("Attention(dim, heads, context)\n", "nn.MultiheadAttention(dim, heads, "
+          "batch_first=True)\n"),
+         ("self.att(x)", "self.att(query=x, key=x, value=x, need_weights=False)[0]")],
+        ["no_mask"],
+        "need_weights=False, attn_mask=attn_mask)[0]",
+    ),
     "one block in a list that is repeated": (
         [("[Block(emb_dim, n_heads, context_length) for _ in range(n_layers)]",
           "[Block(emb_dim, n_heads, context_length)] * n_layers")],

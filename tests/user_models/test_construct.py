@@ -1231,6 +1231,7 @@ REST = "ctx, width, depth, heads"
         ("vocab", "len(vocab)"),
         ("vocab", "len(vocab.stoi)"),
         ("stoi", "len(stoi)"),
+        ("word_map", "len(word_map)"),
         ("vocab", "len({i: word for word, i in vocab.items()})"),
         ("tokenizer", "len(tokenizer)"),
         ("tokenizer", "tokenizer.vocab_size"),

@@ -259,12 +259,13 @@ def module_mask(site: Site) -> Iterator[Edits]:
         kinds = [kind for kind in kinds if kind in MODULE_MASKS]
         if not kinds and isinstance(call.func, (ast.Name, ast.Subscript)):
             kinds = [kind for kind in MODULE_MASKS if kind in built]
-        if not kinds or not call.args:
+        first = argument(call, 0, "query") or argument(call, 0, "src")
+        if not kinds or first is None:
             continue
         statement = statement_of(call)
         keyword = MODULE_MASKS[kinds[0]]
-        names = [n.id for n in find(ast.Name, call.args[0]) if n.id != "self"]
-        x = names[-1] if names else operand_code(call.args[0])
+        names = [n.id for n in find(ast.Name, first) if n.id != "self"]
+        x = names[-1] if names else operand_code(first)
         length = f"{x}.size({1 if _is_batch_first(site) else 0})"
         for mask, _ in _masks(site, statement):
             for size in dict.fromkeys([_length(site) or length, length]):
