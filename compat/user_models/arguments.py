@@ -183,6 +183,9 @@ def _arguments(
             arguments[name] = symbols(name, config)
         elif required and plain(name) == "modeltype" and not SIZES & {*map(role_of, parameters)}:
             arguments[name] = "gpt2"  # the name of a preset
+        elif required and _annotation(parameter).rpartition(".")[2] == "Embedding":
+            rows = config.n_positions if "pos" in name else config.vocab_size
+            arguments[name] = nn.Embedding(rows, config.n_embd)
         elif (by_name := value_by_name(parameter, known))[0]:
             arguments[name] = by_name[1]
         elif required and inner is not None:

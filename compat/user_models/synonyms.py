@@ -43,7 +43,8 @@ _PATTERNS = {
     r"|sinusoidal(pos(itions?)?|emb(eddings)?)?|mlm|qknorm|gqa|normlast"
     r"|post(layer)?(norm(ali[sz]ation)?|ln)"
     r"|parallel(block|residual))",
-    "on": r"(return|output|compute)?logits|(with|use|has|add|include)(lm|output)?head",
+    "on": r"(return|output|compute)?logits|(with|use|has|add|include)(lm|output)?head"
+    rf"|(with|use|has|add|include)(pos|positions?|positional)({_EMB}|encodings?)?",
     "cap": r"(attn|attention|final|output|score|logits?)*(soft)?cap(ping)?|softcap.*",
     "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|out|n)*(orconfig.*)?|(n|num)?tokens|(n|num)token"
     rf"|tokencount|dict(ionary)?size|{_N}words|output{_SIZE}|voc(size|len)"
@@ -63,7 +64,8 @@ _PATTERNS = {
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)pos(ition)?{_EMB}"
     r"|.*(num)?max(abs(olute)?)?pos(itions?)?|n(dec|enc)seq"
     r"|(max|input|maxtoken)len(gth)?|(max)?(sent(ence)?|text|prompt)len(gth)?"
-    r"|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax",
+    r"|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax"
+    r"|(pos|positions?|ctx|context|seq|sequence)capacity",
     "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?h(id(dens?)?)?{_SIZE}?)?|nhid"
     rf"|(pf|fc|ffnn|feedfwd|fwd|forward|filter|mid(dle)?|expert){_SIZE}"
     r"|(d|dim)(pf|fc|ffnn|mid|expert)",

@@ -1077,6 +1077,14 @@ def test_a_config_is_read_from_a_file(tmp_path: Path, where: str) -> None:
     assert built.other == "gelu" and f"your {file.name} has act='relu'" in described
 
 
+def test_an_argument_annotated_as_an_embedding_is_one(tmp_path: Path) -> None:
+    source = gpt(
+        ", embed: nn.Embedding, positions: 'nn.Embedding', dim, depth, heads",
+        "*(each.num_embeddings for each in (embed, positions)), embed.embedding_dim, depth, heads",
+    )
+    assert build(tmp_path, source).sizes == SIZES
+
+
 def test_a_config_file_has_sections_in_a_section(tmp_path: Path) -> None:
     """Their sizes are the checkpoint's, and the tokenizer's name is not a section."""
     (tmp_path / "base.yaml").write_text(
