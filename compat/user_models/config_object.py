@@ -134,6 +134,8 @@ class ConfigMaker:
         parameter = self.parameter
         if _config_class(self.cls, parameter) or isinstance(parameter.default, Mapping):
             return True
+        if parameter.default is None and neutral(parameter.name)[0]:  # such as a tokenizer
+            return False
         short = role_of(parameter.name) is None or len(parameter.name) < 3
         return bool(self.usage.names) and (short or is_config_name(parameter.name))
 

@@ -340,9 +340,7 @@ class Search:
         with_more = (own for own in self._more_values() if own and self._runs_in(C, own))
         for own in chain(with_more, self._as_called()):
             return config, own
-        constants = [n.value for n in users_nodes(self.target) if isinstance(n, ast.Constant)]
-        numbers = Counter(n for n in constants if type(n) is int and 8 <= n <= 4096)
-        width = next((n for n, _ in numbers.most_common(12) if self._runs_in(n, {})), None)
+        width = next((n for n in self._numbers(8, 4096) if self._runs_in(n, {})), None)
         if width is not None:
             return self._in_width(width, config), {}
         with contextlib.suppress(AdaptError, ModuleNotFoundError):
@@ -355,7 +353,8 @@ class Search:
         """Yield the user's switches, and other values for single arguments and entries of configs.
 
         A size may be None where only a script sets it, an attribute that is read with a default may
-        be one that other classes read, and code that casts to bfloat16 needs such parameters.
+        be one that other classes read, code that casts to bfloat16 needs such parameters, and the
+        number of heads may be written in the code, as in `x.view(B, T, 8, -1)`.
         """
         yield self._own_switches(self.config)
         entries: dict[str, Any] = {}
@@ -374,6 +373,15 @@ class Search:
         known = {name: neutral(name)[1] for name in optional if neutral(name)[1] is not None}
         known |= {name: torch.device("cpu") for name in optional if role_of(name) == "device"}
         yield from ({name: value} for name, value in known.items())
+        heads = [name for name in entries if role_of(last_part(name)) == "n_head"]
+        divisors = [n for n in self._numbers(2, 64) if self.config.n_embd % n == 0]
+        yield from (nested(dict.fromkeys(heads, n)) for n in divisors if heads)
+
+    def _numbers(self, least: int, most: int) -> list[int]:
+        """Return the integers in the user's code between these, the most common first."""
+        constants = [n.value for n in users_nodes(self.target) if isinstance(n, ast.Constant)]
+        numbers = Counter(n for n in constants if type(n) is int and least <= n <= most)
+        return [number for number, _ in numbers.most_common(12)]
 
     def _in_width(self, width: int, sizes: GPT2Config) -> GPT2Config:
         """Return sizes with another width, and with as many heads as divide it."""

@@ -2646,6 +2646,18 @@ def test_a_rotation_of_all_heads_together_is_named(
     assert "a * c" in (only_finding(adaptation, "rope").source_line or "")
 
 
+@pytest.mark.parametrize(("names", "found"), [("keys values", "k and v are"), ("keys", "k is")])
+def test_a_rotation_says_what_is_rotated(
+    tiny: Path, tmp_path: Path, names: str, found: str
+) -> None:
+    lines = "".join(f"        {name} = turned({name})\n" for name in names.split())
+    scores = "        scores = queries @"
+    edits = [(scores, lines + scores), ("class GPT(", TURNED)]
+    rope = only_finding(adapted(tiny, tmp_path, edits), "rope")
+    assert rope.message.startswith(f"{found} rotated by")
+    assert "a * c" in (rope.source_line or "")
+
+
 @pytest.mark.parametrize("halves", ["both", "queries"])
 def test_a_rotation_that_returns_pairs_of_channels_in_halves_is_named(
     tiny: Path, tmp_path: Path, halves: str

@@ -1085,6 +1085,12 @@ def test_an_argument_annotated_as_an_embedding_is_one(tmp_path: Path) -> None:
     assert build(tmp_path, source).sizes == SIZES
 
 
+def test_an_optional_tokenizer_is_left_out(tmp_path: Path) -> None:
+    before = "ids = {tokenizer.sep_token_id} if tokenizer else None"
+    source = gpt(", c, tokenizer=None", f"{READ}, ids", before)
+    assert build(tmp_path, source).sizes == SIZES
+
+
 def test_a_config_file_has_sections_in_a_section(tmp_path: Path) -> None:
     """Their sizes are the checkpoint's, and the tokenizer's name is not a section."""
     (tmp_path / "base.yaml").write_text(
@@ -1471,6 +1477,15 @@ def test_a_default_of_none_is_replaced_if_the_code_does_not_run_with_it(tmp_path
     assert construct_with_call(target, CONFIG)[1].endswith(
         "your code only runs with rope_theta=10000.0"
     )
+
+
+def test_a_number_of_heads_in_the_code_is_passed_if_it_runs_with_no_other(tmp_path: Path) -> None:
+    view = "\n    def forward(self, ids):\n        ids.new_zeros(24).view(8, 24 // self.sizes[4])\n"
+    source = gpt(", vocab_size, dim, heads", "vocab_size, 0, dim, 0, heads") + view
+    source += "        return ids\n"
+    target = load_target(f"{written(tmp_path, source)}:GPT")
+    model, call = construct_with_call(target, CONFIG)
+    assert vars(model)["sizes"][4] == 8 and call.endswith("your code only runs with heads=8")
 
 
 def test_a_device_that_the_code_compares_is_passed(tmp_path: Path) -> None:

@@ -478,7 +478,9 @@ def with_formula(
 def rope(layer: LayerAttention) -> Deviation | None:
     if not layer.attention.rotated and not layer.is_turned:
         return None
-    live = layer.graph.live_between([layer.op.q.node], layer.layer.qkv)
+    letters = layer.attention.rotated or "qk"
+    operands = [getattr(layer.op, letter).node for letter in letters]
+    live = layer.graph.live_between(operands[:1], layer.layer.qkv)
     usual = [n for n in live if kind(n) in ("mul", "neg", "cat")]
     if layer.is_turned or not usual:  # after a norm, which multiplies too, or by a matrix
         graph = layer.graph
@@ -487,7 +489,14 @@ def rope(layer: LayerAttention) -> Deviation | None:
         usual = tables or [n for n, _ in others]
     place = source.running(layer.graph, usual or live)
     changes = _rotation(layer) if layer.attention.rotated else layer.own_attention
-    return Deviation(f"h.{layer.i}.q", place, changes=None if layer.unknown else changes)
+    verb = "is rotated by its" if len(letters) == 1 else "are rotated by their"
+    return Deviation(
+        f"h.{layer.i}.q",
+        place,
+        changes=None if layer.unknown else changes,
+        message=f"{listed([*letters])} {verb} position (RoPE), but GPT-2 rotates none of q, k and v"
+        if letters != "qk" else "",
+    )  # fmt: skip
 
 
 def _rotation(layer: LayerAttention) -> Changes | None:

@@ -66,7 +66,7 @@ class Attention:
         q, k, v, heads: views (B, H, T, D) of the operands and of the result.
         sequences: to which sequence each group of each operation belongs.
         q_factor, k_factor: what q and k are multiplied by before their product.
-        rotated: q and k depend on the position, as with rotary embeddings.
+        rotated: which of q, k and v depend on the position, as with rotary embeddings.
         shared_kv: one projection computes key and value.
         unmerged: the input of the output projection is not the concatenation of each token's heads.
         indirect: q, k or v of a token is not a projection of this token. The views are then the
@@ -86,7 +86,7 @@ class Attention:
     sequences: list[list[int]]
     q_factor: float = 1.0
     k_factor: float = 1.0
-    rotated: bool = False
+    rotated: str = ""
     shared_kv: bool = False
     unmerged: bool = False
     indirect: bool = False
@@ -476,7 +476,7 @@ def _qkv_maps(
 
 
 def _maps_of_one_input(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] | None:
-    maps, unprojected = list[LinearMap](), ""
+    maps, unprojected, rotated = list[LinearMap](), "", ""
     for letter, operand in zip("qkv", (attention.q, attention.k, attention.v), strict=True):
         target = merged(operand)
         if _is_same_tensor(graph, x1, target):
@@ -487,14 +487,13 @@ def _maps_of_one_input(graph: Graph, x1: View, attention: Attention) -> list[Lin
         found = linear_map(graph, x1, target)
         if found is None and _is_per_token(graph, x1, target):
             # The first token alone, where the position enters.
-            attention.rotated = True
+            rotated += letter
             first = View(x1.nodes, x1.index[:, :1]), View(target.nodes, target.index[:, :1])
             found = linear_map(graph, *first)
         if found is None:
-            attention.rotated = False
             return None
         maps.append(found)
-    attention.unprojected = unprojected
+    attention.unprojected, attention.rotated = unprojected, rotated
     return maps
 
 
