@@ -27,7 +27,7 @@ from compat.adaptation.diagnosis.counterfactual import relative_rms
 from compat.adaptation.diagnosis.findings import limits_of, no_head, unexplained, untraced
 from compat.adaptation.diagnosis.first_block import first_block
 from compat.adaptation.diagnosis.proof import end_to_end
-from compat.adaptation.diagnosis.survey import after, survey, wrong_mask
+from compat.adaptation.diagnosis.survey import after, survey, wrong_mask, wrong_merge
 from compat.adaptation.inputs import find_call
 from compat.adaptation.mapping.assignments import BatchFirst, names_without_tied_head
 from compat.adaptation.mapping.by_calls import map_by_calls
@@ -302,6 +302,8 @@ def _with_own_attention(run: Run, graph: Graph, error: UnknownPart) -> Adaptatio
     attended = torch.stack([each.attended for each in unknown]).any(dim=0)
     if masked := wrong_mask(graph, nodes, mixing, attended):
         surveyed.append(masked)
+    if merging := [node for each in unknown for node in each.unmerged]:
+        surveyed.append(wrong_merge(graph, merging))
     findings = _beside_own(adaptation.findings, surveyed, "attention")
     return replace(adaptation, findings=findings)
 

@@ -134,7 +134,9 @@ class Adaptation(HtmlPage):
             return f"the model cannot be mapped because of {first}"
         if any(name.endswith("attn.c_attn.weight") for name in self.unmatched):
             inside = (f.code for f in breaking if re.fullmatch(r"h\.\d+\.(q|heads)", f.tap or ""))
-            return f"the model's attention cannot be mapped because of {next(inside, first)}"
+            # What has no tap and comes first was found in the graph of unknown attention.
+            code = first if breaking[0].tap is None else next(inside, first)
+            return f"the model's attention cannot be mapped because of {code}"
         return "its hidden states cannot be compared with the reference's"
 
     def patch(self, *, unsafe: bool = False) -> str | None:

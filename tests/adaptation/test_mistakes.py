@@ -2658,6 +2658,20 @@ def test_a_rotation_says_what_is_rotated(
     assert "a * c" in (rope.source_line or "")
 
 
+@pytest.mark.parametrize("merged", ["transposed", "not transposed"])
+def test_heads_of_unknown_attention_that_are_merged_across_tokens_have_no_other_mask(
+    tiny: Path, tmp_path: Path, merged: str
+) -> None:
+    """Each value is weighted by its own weight alone, so no product mixes tokens."""
+    own = "torch.einsum('bhnn,bhnd->bhnd', weights, values)"
+    merge = ".transpose(1, 2)" if merged == "transposed" else ""
+    edits = [("(weights @ values).transpose(1, 2)", own + merge)]
+    adaptation = adapted(tiny, tmp_path, edits)
+    codes = {"no_attention"} | (set() if merge else {"no_head_merge_transpose"})
+    assert {f.code for f in adaptation.deviations} == codes
+    assert "because of no_attention" in adaptation.why_unchecked
+
+
 @pytest.mark.parametrize("halves", ["both", "queries"])
 def test_a_rotation_that_returns_pairs_of_channels_in_halves_is_named(
     tiny: Path, tmp_path: Path, halves: str

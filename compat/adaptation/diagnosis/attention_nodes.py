@@ -59,11 +59,13 @@ class AttentionNodes(Span):
     Args:
         start, end, nodes: as in `Span`.
         mixes: the first operation whose result at a token depends on another.
-        attended: (T, T), whether the result at a token depends on the input at another.
+        attended: (T, T), whether a head's result at a token depends on the input at another.
+        unmerged: the operations that merge the heads, if these mix tokens.
     """
 
     mixes: Node
     attended: Tensor
+    unmerged: list[Node]
 
 
 def own_attention(config: GPT2Config, count: int) -> nn.ModuleList:
@@ -144,8 +146,10 @@ class _Search:
                 return
             first = self._input(start, end, mixed)
             nodes = self.graph.live_between([end], [first])
-            attended = [self._changed(first, end, position) for position in range(self.shape[1])]
-            yield AttentionNodes(first, end, nodes, mixes, torch.stack(attended, dim=1))
+            heads = next((n for n in reversed(nodes) if n in mixed and self._is_of_heads(n)), end)
+            attended, merged = (self._attended(first, node) for node in (heads, end))
+            mixing = self.graph.live_between([end], [heads]) if (merged & ~attended).any() else []
+            yield AttentionNodes(first, end, nodes, mixes, attended, mixing)
             start = end
 
     def _run(self, targets: list[Node], known: dict[Node, Any]) -> list[Any]:
@@ -173,10 +177,19 @@ class _Search:
                 found.add(node)
         return found
 
-    def _changed(self, start: Node, end: Node, position: int) -> Tensor:
-        """Return (T,), at which tokens the result changes with the input at one."""
-        value = self._after(start, position, [end])[end]
-        return _differs(value, self.values[end]).any(dim=2).any(dim=0)
+    def _is_of_heads(self, node: Node) -> bool:
+        """Return whether a node is (B, H, T, D), or the same in another order."""
+        return len(size(node)) == 4 and size(node).count(self.shape[1]) == 1
+
+    def _attended(self, start: Node, end: Node) -> Tensor:
+        """Return (T, T), at which tokens the result changes with the input at another."""
+        T, axis = self.shape[1], size(end).index(self.shape[1])
+        changed = []
+        for position in range(T):
+            value = self._after(start, position, [end])[end]
+            differs = _differs(value, self.values[end]).movedim(axis, 0)
+            changed.append(differs.flatten(1).any(dim=1))
+        return torch.stack(changed, dim=1)
 
     def _end(self, mixes: Node, mixed: set[Node]) -> Node | None:
         """Return the last hidden states before the residual sum that mixed tokens compute alone."""

@@ -15,6 +15,7 @@ from compat.adaptation.diagnosis.activations import (
     called_activation,
     canonical_activation,
 )
+from compat.adaptation.diagnosis.attention import VIEWS
 from compat.adaptation.diagnosis.attention_formula import mask_code
 from compat.adaptation.diagnosis.blocks import tanh_gelu
 from compat.adaptation.diagnosis.findings import finding
@@ -83,6 +84,13 @@ def wrong_mask(
     evidence = "observed: the results of attention change with these tokens"
     place = source.running(graph, softmax or mixing)
     return finding(Deviation(None, place, values, code=code), "breaks", evidence)
+
+
+def wrong_merge(graph: Graph, merging: Sequence[Node]) -> Finding:
+    """Return the finding for operations that merge heads of unknown structure and mix tokens."""
+    place = source.running(graph, merging, *VIEWS)
+    evidence = "observed: results of other tokens than those that the heads attend to change"
+    return finding(Deviation(None, place, {}, code="no_head_merge_transpose"), "breaks", evidence)
 
 
 def after(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
