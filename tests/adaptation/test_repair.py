@@ -213,6 +213,20 @@ class Linear(nn.Module):
 
 
 class Attention("""
+TRANSPOSED = """def einsum(weight, x, equation):
+    return x @ weight
+
+
+class Linear(nn.Module):
+    def __init__(self, d_in, d_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_out, d_in))
+
+    def forward(self, x):
+        return einsum(self.weight.T, x, "i o, ... i -> ... o")
+
+
+class FeedForward("""
 ROPE = """def rope(x):
     T, D = x.shape[-2:]
     angle = torch.arange(T)[:, None] / 100 ** (torch.arange(0, D, 2) / D)
@@ -556,6 +570,16 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["no_mlp_bias", "gated_mlp", "no_mlp_bias", "silu", "no_mlp_bias"],
         "self.gate = nn.Linear(dim, 4 * dim)\n        self.down = nn.Linear(4 * dim, dim)\n",
     ),
+    "a gated MLP that multiplies in place": (
+        [("        self.down", "        self.gate = nn.Linear(dim, 4 * dim)\n        self.down"),
+         ('        return self.down(F.gelu(self.up(x), approximate="tanh"))',
+          "        hidden = F.silu(self.up(x))\n        gate = self.gate(x)\n"
+          "        hidden.mul_(gate)\n        return self.down(hidden)")],
+        ["gated_mlp", "silu"],
+        "        self.up = nn.Linear(dim, 4 * dim)\n        self.down = nn.Linear(4 * dim, dim)\n"
+        '\n    def forward(self, x):\n        hidden = F.gelu(self.up(x), approximate="tanh")\n'
+        "        return self.down(hidden)\n",
+    ),
     "a gated MLP of one wide projection": (
         [("self.up = nn.Linear(dim, 4 * dim)", "self.up = nn.Linear(dim, 4 * dim * 2)"),
          ('        return self.down(F.gelu(self.up(x), approximate="tanh"))',
@@ -618,6 +642,24 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["no_qkv_bias"],
         "self.bias = nn.Parameter(torch.zeros(d_out))\n\n    def forward(self, x):\n"
         '        return einsum(x, self.weight, "... i, o i -> ... o") + self.bias\n',
+    ),
+    "a projection by an einsum of einops with a transposed weight": (
+        [("class FeedForward(", TRANSPOSED), ("self.up = nn.Linear(", "self.up = Linear("),
+         ("self.down = nn.Linear(", "self.down = Linear(")],
+        ["no_mlp_bias"],
+        "self.bias = nn.Parameter(torch.zeros(d_out))\n\n    def forward(self, x):\n"
+        '        return einsum(self.weight.T, x, "i o, ... i -> ... o") + self.bias\n',
+    ),
+    "an RMSNorm whose weight is drawn at random": (
+        [("torch.ones(dim)", "torch.randn(dim)"),
+         ("        self.shift = nn.Parameter(torch.zeros(dim))\n", ""),
+         ("        mean = x.mean(-1, keepdim=True)\n"
+          "        var = x.var(-1, keepdim=True, unbiased=False)\n"
+          "        return self.scale * (x - mean) / torch.sqrt(var + 1e-5) + self.shift\n",
+          "        rms = torch.linalg.vector_norm(x, dim=-1).pow(2) / x.shape[-1] + 1e-5\n"
+          "        return torch.einsum('c,btc->btc', self.scale, x / rms.sqrt()[..., None])\n")],
+        ["rmsnorm"],
+        "self.norm1 = nn.LayerNorm(dim)",
     ),
     "a letter that is not the number of layers": (
         [("class GPT(", "n = int(0.9 * 1000)\n\n\nclass GPT("),

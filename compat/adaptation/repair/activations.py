@@ -205,6 +205,25 @@ def without_gate(site: Site) -> Iterator[Edits]:
 
 
 @fixes("gated_mlp")
+def without_gate_in_place(site: Site) -> Iterator[Edits]:
+    """Remove `h *= gate` or `h.mul_(gate)`, where h is the result of an activation."""
+    for statement in [*site.every(ast.AugAssign), *site.every(ast.Expr)]:
+        match statement:
+            case ast.AugAssign(ast.Name(kept), ast.Mult(), dropped) | ast.Expr(
+                ast.Call(ast.Attribute(ast.Name(kept), "mul_"), [dropped])
+            ):
+                function = enclosing(statement, ast.FunctionDef)
+            case _:
+                continue
+        if function is None or not _is_activated(function, ast.Name(kept)):
+            continue
+        lost: list[ast.AST] = [dropped]
+        if isinstance(dropped, ast.Name):
+            lost += [value for value, _ in assigned_values(function, dropped.id)]
+        yield [Edit.remove(statement), *unused(site.around(statement), lost)]
+
+
+@fixes("gated_mlp")
 def without_half(site: Site) -> Iterator[Edits]:
     """Keep the activated half of a wide projection, as of `a, b = self.w12(x).chunk(2, dim=-1)`.
 

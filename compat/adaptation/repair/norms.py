@@ -369,7 +369,8 @@ def _width(cls: ast.ClassDef, call: ast.Call) -> str | None:
     if function is None:
         return None
     names = [each.arg for each in function.args.args[1:]]
-    for created in find_calls("ones", "zeros", "empty", "full", "tensor", within=function):
+    creators = ("ones", "zeros", "empty", "full", "tensor", "rand", "randn")
+    for created in find_calls(*creators, within=function):
         if not created.args:
             continue
         shape = created.args[0]

@@ -435,7 +435,7 @@ def _products(sizes: list[str], node: ast.expr) -> Iterator[tuple[str, ast.expr,
             elif called(above) == "linear":
                 yield sizes[0], above, "{}"
             elif called(above) == "einsum":
-                yield from _einsum(above, node, sizes)
+                yield from _einsum(above, node, sizes[::-1] if transposed else sizes)
 
 
 def _einsum(
