@@ -532,6 +532,25 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
         ["no_pos", "rope"],
         "transpose(1, 2)\n        scores = queries @",
     ),
+    "an embedding that is built with keywords": (
+        [(" + self.pos_emb(torch.arange(T, device=ids.device))", ""),
+         ("        self.pos_emb = nn.Embedding(context_length, emb_dim)\n", ""),
+         ("nn.Embedding(vocab_size, emb_dim)",
+          "nn.Embedding(num_embeddings=vocab_size, embedding_dim=emb_dim)")],
+        ["no_pos"],
+        "self.pos_emb = nn.Embedding(context_length, emb_dim)",
+    ),
+    "an embedding in a module of its own": (
+        [(" + self.pos_emb(torch.arange(T, device=ids.device))", ""),
+         ("        self.pos_emb = nn.Embedding(context_length, emb_dim)\n", ""),
+         ("nn.Embedding(vocab_size, emb_dim)", "TokenEmbedding(vocab_size, emb_dim)"),
+         ("class GPT(", "class TokenEmbedding(nn.Module):\n"
+          "    def __init__(self, tokens, width):\n        super().__init__()\n"
+          "        self.table = nn.Embedding(tokens, width)\n\n"
+          "    def forward(self, ids):\n        return self.table(ids)\n\n\nclass GPT(")],
+        ["no_pos"],
+        "x = self.tok_emb(ids) + self.pos_emb(torch.arange(",
+    ),
     "rotations of both in one line": (
         [(" + self.pos_emb(torch.arange(T, device=ids.device))", ""),
          ("        self.pos_emb = nn.Embedding(context_length, emb_dim)\n", ""),

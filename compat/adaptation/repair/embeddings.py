@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator
@@ -46,6 +47,9 @@ from compat.adaptation.repair.syntax import (
 )
 from compat.adaptation.repair.tensors import definition, operand, size_of
 from compat.adaptation.repair.values import calls_of, functions, hyperparameters
+
+# Names of an embedding's argument that is its width.
+_WIDTH = re.compile(r"dim|model|embd|embed(?!dings)|width|hidden|features")
 
 # Positions.
 
@@ -146,6 +150,12 @@ def _numbers(site: Site, region: ast.AST) -> Iterator[Edits]:
 @fixes("no_pos")
 def added_positions(site: Site) -> Iterator[Edits]:
     """Add the position embedding: an unused one of the class, or a new one."""
+    for each in site.everywhere:  # the class that has the context length may call the embedding's
+        with contextlib.suppress(LookupError):
+            yield from _added_positions(each)
+
+
+def _added_positions(site: Site) -> Iterator[Edits]:
     init = site.init
     tables = _tables(init)
     read = [n.attr for n in find(ast.Attribute, site.tree) if isinstance(n.ctx, ast.Load)]
@@ -338,9 +348,11 @@ def _new_embeddings(
     site: Site, init: ast.FunctionDef, table: ast.Call
 ) -> list[tuple[str, ast.stmt]]:
     """Return code of position embeddings like the token embedding, and that one's statement."""
-    if len(table.args) < 2:
+    keywords = (each.value for each in table.keywords if _WIDTH.search(each.arg or ""))
+    width_node = table.args[1] if len(table.args) > 1 else next(keywords, None)
+    if width_node is None:
         return []
-    kind, width = code_of(table.func), code_of(table.args[1])
+    kind, width = code_of(table.func), code_of(width_node)
     statement = needed(next((each for each in init.body if table in set(ast.walk(each))), None))
     lengths = hyperparameters(site, init, "n_positions")
     return [(f"{kind}({length}, {width})", statement) for length in lengths]
