@@ -2672,6 +2672,14 @@ def test_heads_of_unknown_attention_that_are_merged_across_tokens_have_no_other_
     assert "because of no_attention" in adaptation.why_unchecked
 
 
+def test_a_norm_that_adds_its_bias_first_is_named_at_its_line(tiny: Path, tmp_path: Path) -> None:
+    norm = "self.scale * (x - mean) / torch.sqrt(var + 1e-5) + self.shift"
+    first = "x = (x - mean) / torch.sqrt(var + 1e-5)\n        return (x + self.shift) * self.scale"
+    found = only_finding(adapted(tiny, tmp_path, [(f"return {norm}", first)]), "bias_before_scale")
+    assert found.source_line == "return (x + self.shift) * self.scale"
+    assert found.evidence.startswith("confirmed")
+
+
 @pytest.mark.parametrize("halves", ["both", "queries"])
 def test_a_rotation_that_returns_pairs_of_channels_in_halves_is_named(
     tiny: Path, tmp_path: Path, halves: str

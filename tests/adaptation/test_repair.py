@@ -40,7 +40,8 @@ pytestmark = pytest.mark.usefixtures("shared_reference")
 # The deviations that are repaired. The others concern sizes or names, or change no values.
 REPAIRED = set(
     """
-    changed_logits changed_scores doubled_residual dropout_always_on eps_outside_sqrt eps_value
+    bias_before_scale changed_logits changed_scores doubled_residual dropout_always_on
+    eps_outside_sqrt eps_value
     erf_gelu extra_ln inner_dim mask_after_softmax mask_off mask_value missing_ln
     missing_residual n_head_mismatch n_layer_mismatch no_attn_scale no_final_ln
     no_head_merge_transpose no_head_split_transpose no_ln_bias no_ln_weight no_mask no_mlp_bias
@@ -679,6 +680,12 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
           "        return torch.einsum('c,btc->btc', self.scale, x / rms.sqrt()[..., None])\n")],
         ["rmsnorm"],
         "self.norm1 = nn.LayerNorm(dim)",
+    ),
+    "a norm that adds its bias before it multiplies by its weight": (
+        [("self.scale * (x - mean) / torch.sqrt(var + 1e-5) + self.shift",
+          "((x - mean) / torch.sqrt(var + 1e-5) + self.shift) * self.scale")],
+        ["bias_before_scale"],
+        "return ((x - mean) / torch.sqrt(var + 1e-5)) * self.scale + self.shift",
     ),
     "a letter that is not the number of layers": (
         [("class GPT(", "n = int(0.9 * 1000)\n\n\nclass GPT("),

@@ -147,6 +147,8 @@ EXPLANATIONS = {
     "then 0.07 % too small, and the error adds up over the layers.",
     "eps_outside_sqrt": "GPT-2 computes (x − mean) / √(var + eps). An eps that is added to the "
     "standard deviation has another effect where the variance is small.",
+    "bias_before_scale": "GPT-2 computes weight · x̂ + bias. In (x̂ + bias) · weight, the weight "
+    "multiplies the checkpoint's bias too.",
     "eps_value": "GPT-2 uses 1e-5. The difference is visible where the variance of the hidden "
     "states is small, which is the case in the first layers.",
     "extra_ln": "A norm that the weights were not trained with rescales the residual stream.",

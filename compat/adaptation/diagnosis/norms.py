@@ -154,6 +154,42 @@ def eps_value(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
+    "the norm adds its bias before it multiplies by its weight, but GPT-2 adds it afterwards",
+    "weight * normed + bias",
+)
+def bias_before_scale(context: DiagnosisContext) -> Iterator[Deviation]:
+    graph, weights = context.graph, context.weights
+    lines: list[Place | None] = []
+    scaled: dict[str, Tensor | None] = {}
+    for name, norm in context.places.named.items():
+        if _scales_its_bias(graph, norm):
+            live = graph.live_between([norm.end], [norm.start])
+            sums = [node for node in live if norm.shift in node.all_input_nodes]
+            place = source.running(graph, sums or live)
+            lines += [place, *source.calls(graph, live, place)]
+            scaled[f"{name}.bias"] = weights[f"{name}.weight"] * weights[f"{name}.bias"]
+    if scaled:
+        tap = next(iter(scaled)).removesuffix(".bias")
+        yield Deviation(tap, lines[0], {}, Changes(weights=scaled), lines=lines)
+
+
+def _scales_its_bias(graph: Graph, norm: Norm) -> bool:
+    """Return whether a change of the bias changes the result by the weight times as much."""
+    if norm.scale is None or norm.shift is None:
+        return False
+    x = random_values(size(norm.start))
+
+    def run(scale: float, shift: float) -> Tensor:
+        def value(node: Node) -> Tensor:
+            number = scale if node is norm.scale else shift if node is norm.shift else 1.0
+            return torch.full_like(graph.values[node].double(), number)
+
+        return graph.run([norm.end], {norm.start: x}, value)[0]
+
+    return torch.allclose(run(2.0, 1.0) - run(2.0, 0.0), torch.tensor(2.0).double())
+
+
+@deviation(
     "the norm is computed over {found}, but GPT-2 computes it over the channels of each token",
     "x.mean(dim=-1, keepdim=True)",
 )

@@ -23,8 +23,11 @@ from compat.adaptation.repair.syntax import (
     called,
     constant,
     constructor,
+    is_product,
     is_self,
+    is_sum,
     name_of,
+    sides,
 )
 from compat.adaptation.repair.tensors import is_method, operand, operands
 from compat.adaptation.repair.values import (
@@ -57,6 +60,17 @@ def over_channels(site: Site) -> Iterator[Edits]:
             if type(value) is int and value != -1:
                 edits.append(Edit.replace(axis, "-1"))
     yield from attempts(site, edits)
+
+
+@fixes("bias_before_scale")
+def bias_added_last(site: Site) -> Iterator[Edits]:
+    """Write `(x + bias) * weight` as `x * weight + bias`."""
+    for product in find(ast.BinOp, site.within):
+        for total, weight in sides(product) if is_product(product) else ():
+            for bias, x in sides(total) if is_sum(total) else ():
+                if is_self(bias) and not is_self(x):
+                    scaled = f"{operand_code(x)} * {code_of(weight)} + {code_of(bias)}"
+                    yield [Edit.replace_group(product, scaled)]
 
 
 # The variance

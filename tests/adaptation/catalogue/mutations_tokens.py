@@ -14,6 +14,13 @@ MUTATIONS = [
     M("book", "norm_axis", "mean = x.mean(dim=-1,", "mean = x.mean(dim=1,", "x.mean(dim=1,"),
     M("tf_port", "norm_axis", "u = x.mean(-1,", "u = x.mean(1,", "u = x.mean(1,",
       (".pow(2).mean(",)),
+    # bias_before_scale
+    M("book", "bias_before_scale", "self.scale * norm_x + self.shift",
+      "self.scale * (norm_x + self.shift)", "self.scale * (norm_x"),
+    M("tf_port", "bias_before_scale", "self.g * x + self.b", "(self.b + x) * self.g",
+      "(self.b + x) * self.g"),
+    M("lens", "bias_before_scale", "residual / scale * self.w + self.b",
+      "(residual / scale + self.b) * self.w", "(residual / scale + self.b) * self.w"),
     # doubled_residual
     M("book", "doubled_residual",
       "        x = self.norm1(x)\n"
