@@ -65,14 +65,15 @@ _PATTERNS = {
     r"|.*(num)?max(abs(olute)?)?pos(itions?)?|n(dec|enc)seq"
     r"|(max|input|maxtoken)len(gth)?|(max)?(sent(ence)?|text|prompt)len(gth)?"
     r"|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax"
-    r"|(pos|positions?|ctx|context|seq|sequence)capacity",
+    r"|(pos|positions?|ctx|context|seq|sequence)capacity"
+    r"|(len|length|size)(of)?(pos|positions?|ctx|context|seq|sequence)",
     "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?h(id(dens?)?)?{_SIZE}?)?|nhid"
     rf"|(pf|fc|ffnn|feedfwd|fwd|forward|filter|mid(dle)?|expert){_SIZE}"
     r"|(d|dim)(pf|fc|ffnn|mid|expert)",
     "n_embd": rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
     rf"|(model|residual|input|tok(en)?|feature|vec(tor)?|latent|chan(nel)?){_SIZE}"
     rf"|{_N}dims?|{_N}(channels|features)|n?width|nstate"
-    r"|ninp|emsize|normalizedshape|d(in|out)",
+    rf"|ninp|emsize|normalizedshape|d(in|out)|(len|length|size)(of)?({_EMB}|model)",
 }  # fmt: skip
 # Words of sizes in Spanish, Portuguese, French and German.
 _TRANSLATED = {

@@ -436,6 +436,7 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
         (["decoder_normalize_before"], ["pre_norm"]),
         (["sentence_length", "alphabet_size"], ["n_positions", "vocab_size"]),
         (["window", "dim"], ["n_positions", "n_embd"]),
+        (["len_vocab", "len_sequence", "len_embedding"], ["vocab_size", "n_positions", "n_embd"]),
         (["position_capacity", "use_positions", "with_pos_emb"], ["n_positions", "on", "on"]),
         (["window_size", "max_len"], [None, "n_positions"]),
         (["norm_layer", "n_layer"], [None, "n_layer"]),
