@@ -28,10 +28,11 @@ def find_call(
 ) -> tuple[CallSignature, Tensor]:
     """Return how to call the model, and on which ids.
 
-    If these ids fail, the model is called on full length, on ids below 16 that every table has, on
-    a length that the error names, on 32-bit ids, on ids that are floating-point numbers, on one-hot
-    vectors, on ids (T, B) if it then returns logits (B, V), on one sequence without the axis of the
-    batch, and on the numbers of sequences that it may expect, also of full length.
+    If these ids fail, the model is called on full length, on ids below 16 that every table has,
+    also of full length, on a length that the error names, on 32-bit ids, on ids that are
+    floating-point numbers, on one-hot vectors, on ids (T, B) if it then returns logits (B, V), on
+    one sequence without the axis of the batch, and on the numbers of sequences that it may expect,
+    also of full length.
 
     Raises:
         AdaptError: none of them works.
@@ -53,7 +54,8 @@ def find_call(
 
         others: list[Inputs]
         tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-        others = [(full_length, None, None), (ids % min([16, *filter(None, tables)]), None, None)]
+        few = min([16, *filter(None, tables)])
+        others = [(each, None, None) for each in (full_length, ids % few, full_length % few)]
         mismatches = re.findall(r"size of tensor \w \((\d+)\)|\bsize (\d+)\b", str(error))
         lengths = dict.fromkeys(
             int(number) for pair in mismatches for number in pair if int(number or 0)

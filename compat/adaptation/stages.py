@@ -283,9 +283,9 @@ def _without_targets(run: Run, findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _length_error(run: Run) -> Exception | None:
-    """Return what a model that does not accept the usual length raises for one id less, or None."""
+    """Return what the model raises for one id less, or None."""
     T = run.ids.shape[1]
-    if T != example_length(run.config) and T > 1:
+    if T > 1:
         try:
             with eval_mode(run.model):
                 run.call(run.model, run.ids[:, : T - 1])

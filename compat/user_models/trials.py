@@ -77,6 +77,7 @@ SMALL = GPT2Config(
     vocab_size=89, n_positions=24, n_embd=192, n_layer=5, n_head=3, resid_pdrop=0.0,
     embd_pdrop=0.0, attn_pdrop=0.0,
 )  # fmt: skip
+SHORT = 13  # a context that is shorter than most sizes by which a mask may be cut by mistake
 WIDTHS = ("d_inner", "n_embd", "d_head", "n_head")  # of the same matrices
 ASCENDING = ("n_layer", "n_head", "n_positions", "n_embd", "vocab_size")  # usually
 POSITIONS = re.compile("rope|rotary|alibi|sinus")
@@ -335,8 +336,8 @@ class Search:
         are arguments.
         """
         config, C = self.config, self.config.n_embd
-        if self._runs_in(C, {}):
-            return None  # other sizes are the reason
+        if self._runs_in(C, {}):  # other sizes are the reason, such as that of the context
+            return None if (own := self._shorter()) is None else (config, own)
         with_more = (own for own in self._more_values() if own and self._runs_in(C, own))
         for own in chain(with_more, self._as_called()):
             return config, own
@@ -376,6 +377,23 @@ class Search:
         heads = [name for name in entries if role_of(last_part(name)) == "n_head"]
         divisors = [n for n in self._numbers(2, 64) if self.config.n_embd % n == 0]
         yield from (nested(dict.fromkeys(heads, n)) for n in divisors if heads)
+
+    def _shorter(self) -> dict[str, Any] | None:
+        """Return a short context with which the model runs; None if the code has no such size.
+
+        A mask may be shorter than the context, as where its size is that of a head.
+        """
+        entries: dict[str, Any] = {}
+        with contextlib.suppress(AdaptError):
+            entries = self._with_entries(self._arguments_in(self.config))
+        names = [name for name in entries if role_of(last_part(name), entries) == "n_positions"]
+        own, sizes = nested(dict.fromkeys(names, SHORT)), replace(self.config, n_layer=1)
+        with contextlib.suppress(Exception, SystemExit):
+            arguments = self._arguments_in(sizes, own)
+            with resized(self.target, sizes):
+                model = constructed(self.target, arguments, sizes)
+                return own if names and runs(model, replace(sizes, n_positions=SHORT)) else None
+        return None
 
     def _numbers(self, least: int, most: int) -> list[int]:
         """Return the integers in the user's code between these, the most common first."""

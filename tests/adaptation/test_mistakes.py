@@ -2074,6 +2074,26 @@ def test_biases_and_rotations_beside_the_norm_of_a_latent_are_found(
     assert found == {"latent_attention", *others}
 
 
+@pytest.mark.parametrize("width", [9, 48])
+def test_one_latent_of_q_k_and_v_with_a_norm_is_found(
+    tiny: Path, tmp_path: Path, width: int
+) -> None:
+    edits = [
+        ("self.W_query = nn.Linear(dim, dim)",
+         f"self.W_latent = nn.Linear(dim, {width}, bias=False)\n"
+         f"        self.norm = LayerNorm({width})\n"
+         f"        self.W_query = nn.Linear({width}, dim)"),
+        ("self.W_key = nn.Linear(dim, dim)", f"self.W_key = nn.Linear({width}, dim)"),
+        ("self.W_value = nn.Linear(dim, dim)", f"self.W_value = nn.Linear({width}, dim)"),
+        ("        keys = self.W_key(x)\n",
+         "        x = self.norm(self.W_latent(x))\n        C = self.out_proj.in_features\n"
+         "        keys = self.W_key(x)\n"),
+        ("approximate=\"tanh\"", "approximate=\"none\""),
+    ]  # fmt: skip
+    found = {f.code for f in adapted(tiny, tmp_path, edits).deviations}
+    assert found == {"latent_attention", "erf_gelu"}
+
+
 def test_a_further_branch_before_the_mlp_is_named(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("        self.ff = FeedForward(dim)", "        self.ff = FeedForward(dim)\n"

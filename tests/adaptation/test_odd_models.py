@@ -831,6 +831,20 @@ def test_the_only_length_that_a_model_accepts_is_reported(tiny: Path) -> None:
     assert "accepts only sequences of 20 ids" in found.message
 
 
+class FullLengthOfFewIds(GPT):
+    def __init__(self) -> None:
+        super().__init__(vocab=20)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.wte(ids) + self.wpe.weight
+
+
+def test_a_model_of_few_ids_that_accepts_only_the_full_context_is_examined(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(FullLengthOfFewIds), tiny)
+    assert {f.code for f in adaptation.deviations} == {"vocab_mismatch"}
+    assert any(f.code == "fixed_length" for f in adaptation.findings)
+
+
 def test_the_shape_of_the_ids_is_reported(tiny: Path) -> None:
     [found] = [f for f in adapt(noisy_model(OneSequence), tiny).findings if f.severity == "info"]
     assert found.code == "input_shape" and "takes ids of shape (T,), but" in found.message

@@ -1488,6 +1488,31 @@ def test_a_number_of_heads_in_the_code_is_passed_if_it_runs_with_no_other(tmp_pa
     assert vars(model)["sizes"][4] == 8 and call.endswith("your code only runs with heads=8")
 
 
+def test_a_letter_is_no_probability_if_its_default_is_a_larger_number(tmp_path: Path) -> None:
+    assert build(tmp_path, gpt(", d, P=113, p=0.5", "0, 0, d, 0, 0, (P, p)")).extra == (113, 0.1)
+
+
+def test_a_shorter_context_is_built_if_the_code_does_not_run_in_the_checkpoints(
+    tmp_path: Path,
+) -> None:
+    """The mask has the size of the width."""
+    source = """
+class GPT(Core):
+    def __init__(self, vocab_size, dim, seq_len):
+        super().__init__(vocab_size, seq_len, dim, 0, 0)
+        self.wte, self.pos = nn.Embedding(vocab_size, dim), torch.zeros(seq_len, dim)
+        self.mask = torch.ones(dim, dim)
+
+    def forward(self, ids):
+        x = self.wte(ids) + self.pos
+        T = x.shape[1]
+        return (x @ x.mT * self.mask[:T, :T]) @ x @ self.wte.weight.T
+"""
+    target = load_target(f"{written(tmp_path, source)}:GPT")
+    model, call = construct_with_call(target, CONFIG)
+    assert vars(model)["sizes"][1] == 13 and call.endswith("your code only runs with seq_len=13")
+
+
 def test_a_device_that_the_code_compares_is_passed(tmp_path: Path) -> None:
     source = gpt(", vocab_size, device=None", NOTHING, "assert device == torch.device('cpu')")
     source += "\n    def forward(self, ids):\n        return ids\n"

@@ -870,12 +870,25 @@ class _Dissection:
             )
         x1 = inputs.pop()
         first = index.frontier(x1)
-        if self.partial and size(x1)[-1] == 3 * self.width and first <= index.projections:
-            # A fused projection computes q, k and v, which are then projected again.
+        widths = (3 * self.width, *(self._latent_widths(attention_ops) if self.partial else ()))
+        if self.partial and size(x1)[-1] in widths and first <= index.projections:
+            # A fused projection computes q, k and v, or a latent, which are then projected again.
             x1 = index.input_of(next(iter(first)))
             between = self.graph.between(operands, [x1])
             ordered = sorted(index.projections & {*between}, key=self.graph.order.__getitem__)
         return ordered, x1, None
+
+    def _latent_widths(self, attention_ops: list[AttentionOp]) -> set[int]:
+        """Return the widths of hidden states before attention that no later sum has.
+
+        A stream that is wider than the token embedding has the width of the residual sums.
+        """
+        graph, products = self.graph, {op.product for op in attention_ops}
+        later = [n for n in self.index.live if products & graph.ancestors[n] and kind(n) == "add"]
+        sums = {size(n)[-1] for n in later if [*map(size, live_inputs(graph, n))] == 2 * [size(n)]}
+        before = {n for op in attention_ops for n in graph.ancestors[op.product]}
+        found = {size(n)[-1] for n in before & self.index.projections if size(n)}
+        return found - sums if self.width in sums else set()
 
     def _projected(self, operands: list[Node]) -> list[Node]:
         """Return the operands without those that are the tensor which the others project."""
