@@ -2700,6 +2700,17 @@ def test_a_norm_that_adds_its_bias_first_is_named_at_its_line(tiny: Path, tmp_pa
     assert found.evidence.startswith("confirmed")
 
 
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_a_norm_with_the_root_of_the_standard_deviation_is_explained(
+    tiny: Path, tmp_path: Path, unbiased: bool
+) -> None:
+    std = f"x.std(-1, keepdim=True, unbiased={unbiased})"
+    edits = [("x.var(-1, keepdim=True, unbiased=False)", std)]
+    found = only_finding(adapted(tiny, tmp_path, edits), "other_norm")
+    assert "square root of the standard deviation" in found.message
+    assert found.source_line == f"var = {std}"
+
+
 @pytest.mark.parametrize("halves", ["both", "queries"])
 def test_a_rotation_that_returns_pairs_of_channels_in_halves_is_named(
     tiny: Path, tmp_path: Path, halves: str

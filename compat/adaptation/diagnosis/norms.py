@@ -238,9 +238,23 @@ def other_norm(context: DiagnosisContext) -> Iterator[Deviation]:
         kinds = map(kind, context.graph.between([norm.end], [norm.start]))
         name = next((OTHER_NORMS[each] for each in kinds if each in OTHER_NORMS), "")
         found = f"is {name}" if name else "has a formula that is unknown to compat"
+        if _divides_by_root_of_std(context.graph, norm):
+            found = "divides by the square root of the standard deviation, not of the variance"
         return {"found": found, "n_embd": config.n_embd, "expected": config.layer_norm_epsilon}
 
-    return norms_where(context, differs)
+    return norms_where(context, differs, "std", "std_mean")
+
+
+def _divides_by_root_of_std(graph: Graph, norm: Norm) -> bool:
+    """Return whether the divisor is √std, as where `var` holds a standard deviation."""
+    x = random_values(size(norm.start))
+    y = own_formula(graph, norm)(x)
+    if y.shape != x.shape:
+        return False
+    centred = x - x.mean(-1, keepdim=True)
+    divisor = centred.norm(dim=-1) / y.norm(dim=-1)
+    stds = (centred.square().mean(-1).sqrt(), x.std(-1))
+    return any(torch.allclose(divisor, std.sqrt(), rtol=1e-4) for std in stds)
 
 
 @deviation("a norm is applied here, but GPT-2 has no norm here", "Remove the norm.")
