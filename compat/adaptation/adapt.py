@@ -94,13 +94,13 @@ def adapt(
             message says why and names the line.
         CompatError: the checkpoint cannot be loaded.
     """
-    options = Options(forward, example_length, progress or unseen, Reference)
+    options = Options(forward, example_length, progress or no_progress, Reference)
     open_source = partial(open_checkpoint, source, revision=revision, verify=verify, n_head=n_head)
     return adapt_with(model, open_source, part, options)
 
 
-def unseen(stage: str) -> None:
-    """Report no progress."""
+def no_progress(stage: str) -> None:
+    """Do nothing when a stage begins."""
 
 
 def adapt_with(

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from compat.adaptation.adapt import Options, adapt_with, unseen
+from compat.adaptation.adapt import Options, adapt_with, no_progress
 from compat.adaptation.repair import (
     activations,
     blocks,
@@ -123,7 +123,7 @@ class Target:
                     config_name=self.config_name,
                     other_ways=self.other_ways,
                 )
-                options = Options(forward, None, unseen, make_reference)
+                options = Options(forward, None, no_progress, make_reference)
                 with resized(cls, checkpoint.config):
                     return adapt_with(model, lambda: checkpoint, self.part, options)
 
