@@ -56,7 +56,7 @@ class Options:
     forward: Forward | None
     example_length: int | None
     progress: Progress
-    reference: MakeReference
+    make_reference: MakeReference
 
 
 def adapt(
@@ -193,7 +193,7 @@ def _adapt(model: nn.Module, checkpoint: Checkpoint, options: Options) -> Adapta
         # The first and last ids may be padding ids, which the model masks.
         ids = ids.clamp(min(2, config.vocab_size - 1), max(config.vocab_size - 3, 0))
         call, ids = (forward, ids) if forward else find_call(model, checkpoint, ids)
-        run = Run(model, checkpoint, call, ids, seconds, options.reference)
+        run = Run(model, checkpoint, call, ids, seconds, options.make_reference)
         try:
             graph = to_graph(model, call, ids)
         except Untraceable as error:
@@ -227,7 +227,7 @@ def _confirm(
         return adaptation
     ids = random_ids(checkpoint, 0, 2, example_length(checkpoint.config))
     call = options.forward or find_call(model, checkpoint, ids)[0]
-    proof = end_to_end(model, call, options.reference(checkpoint, dtype), short_only=True)
+    proof = end_to_end(model, call, options.make_reference(checkpoint, dtype), short_only=True)
     name = dtype_name(dtype)
     report = replace(
         adaptation.parity, dtype=name, taps=[], logits=proof, float32=adaptation.parity

@@ -77,7 +77,9 @@ SMALL = GPT2Config(
     vocab_size=89, n_positions=24, n_embd=192, n_layer=5, n_head=3, resid_pdrop=0.0,
     embd_pdrop=0.0, attn_pdrop=0.0,
 )  # fmt: skip
-SHORT = 13  # a context that is shorter than most sizes by which a mask may be cut by mistake
+# A context that is shorter than most sizes by which a mask may be cut by mistake: the length with
+# which `adapt` usually traces a model.
+SHORT = 13
 WIDTHS = ("d_inner", "n_embd", "d_head", "n_head")  # of the same matrices
 ASCENDING = ("n_layer", "n_head", "n_positions", "n_embd", "vocab_size")  # usually
 POSITIONS = re.compile("rope|rotary|alibi|sinus")
@@ -358,9 +360,7 @@ class Search:
         number of heads may be written in the code, as in `x.view(B, T, 8, -1)`.
         """
         yield self._own_switches(self.config)
-        entries: dict[str, Any] = {}
-        with contextlib.suppress(AdaptError):
-            entries = self._with_entries(self._arguments_in(self.config))
+        entries = self._entries()
         roles = {name: role_of(last_part(name)) for name, value in entries.items() if value is None}
         sizes = {name: of_role(role) for name, role in roles.items() if role in SIZES}
         yield from (arguments_with({name: size}, self.config) for name, size in sizes.items())
@@ -378,22 +378,22 @@ class Search:
         divisors = [n for n in self._numbers(2, 64) if self.config.n_embd % n == 0]
         yield from (nested(dict.fromkeys(heads, n)) for n in divisors if heads)
 
+    def _entries(self) -> dict[str, Any]:
+        """Return the arguments in the checkpoint's sizes and their entries, if all are known."""
+        with contextlib.suppress(AdaptError):
+            return self._with_entries(self._arguments_in(self.config))
+        return {}
+
     def _shorter(self) -> dict[str, Any] | None:
         """Return a short context with which the model runs; None if the code has no such size.
 
         A mask may be shorter than the context, as where its size is that of a head.
         """
-        entries: dict[str, Any] = {}
-        with contextlib.suppress(AdaptError):
-            entries = self._with_entries(self._arguments_in(self.config))
+        entries = self._entries()
         names = [name for name in entries if role_of(last_part(name), entries) == "n_positions"]
         own, sizes = nested(dict.fromkeys(names, SHORT)), replace(self.config, n_layer=1)
-        with contextlib.suppress(Exception, SystemExit):
-            arguments = self._arguments_in(sizes, own)
-            with resized(self.target, sizes):
-                model = constructed(self.target, arguments, sizes)
-                return own if names and runs(model, replace(sizes, n_positions=SHORT)) else None
-        return None
+        called_in = replace(sizes, n_positions=SHORT)
+        return own if names and self._runs(sizes, own, called_in) else None
 
     def _numbers(self, least: int, most: int) -> list[int]:
         """Return the integers in the user's code between these, the most common first."""
@@ -410,10 +410,14 @@ class Search:
     def _runs_in(self, width: int, own: Mapping[str, Any]) -> bool:
         """Return whether a small model of this width can be called, with more arguments set."""
         sizes = replace(self._in_width(width, self.small), n_layer=1)
+        return self._runs(sizes, own, sizes)
+
+    def _runs(self, sizes: GPT2Config, own: Mapping[str, Any], called_in: GPT2Config) -> bool:
+        """Return whether a model of these sizes can be called in others, with `own` arguments."""
         with contextlib.suppress(Exception, SystemExit):
             arguments = self._arguments_in(sizes, own)
             with resized(self.target, sizes):
-                return runs(constructed(self.target, arguments, sizes), sizes)
+                return runs(constructed(self.target, arguments, sizes), called_in)
         return False
 
     def _as_called(self, names: Collection[str] = ()) -> Iterator[dict[str, Any]]:

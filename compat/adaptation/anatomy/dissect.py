@@ -21,6 +21,7 @@ from compat.adaptation.tracing.graph import (
     REDUCTIONS,
     SHIFTS,
     Graph,
+    adds_two,
     aten,
     kind,
     live_inputs,
@@ -870,25 +871,26 @@ class _Dissection:
             )
         x1 = inputs.pop()
         first = index.frontier(x1)
-        widths = (3 * self.width, *(self._latent_widths(attention_ops) if self.partial else ()))
-        if self.partial and size(x1)[-1] in widths and first <= index.projections:
-            # A fused projection computes q, k and v, or a latent, which are then projected again.
+        if (
+            self.partial
+            and first <= index.projections
+            and (size(x1)[-1] == 3 * self.width or self._is_latent(x1, first, attention_ops))
+        ):  # a fused projection computes q, k and v, or a latent, which are then projected again
             x1 = index.input_of(next(iter(first)))
             between = self.graph.between(operands, [x1])
             ordered = sorted(index.projections & {*between}, key=self.graph.order.__getitem__)
         return ordered, x1, None
 
-    def _latent_widths(self, attention_ops: list[AttentionOp]) -> set[int]:
-        """Return the widths of hidden states before attention that no later sum has.
+    def _is_latent(self, x1: Node, first: set[Node], attention_ops: list[AttentionOp]) -> bool:
+        """Return whether `first` project to the input of q, k and v, and no later sum is as wide.
 
-        A stream that is wider than the token embedding has the width of the residual sums.
+        If the stream is wider than the token embedding, the residual sums are too.
         """
         graph, products = self.graph, {op.product for op in attention_ops}
-        later = [n for n in self.index.live if products & graph.ancestors[n] and kind(n) == "add"]
-        sums = {size(n)[-1] for n in later if [*map(size, live_inputs(graph, n))] == 2 * [size(n)]}
-        before = {n for op in attention_ops for n in graph.ancestors[op.product]}
-        found = {size(n)[-1] for n in before & self.index.projections if size(n)}
-        return found - sums if self.width in sums else set()
+        later = [n for n in self.index.live if products & graph.ancestors[n]]
+        sums = {size(n)[-1] for n in later if adds_two(graph, n, size(n))}
+        projected = size(x1)[-1:] in {size(node)[-1:] for node in first}
+        return projected and self.width in sums and size(x1)[-1] not in sums
 
     def _projected(self, operands: list[Node]) -> list[Node]:
         """Return the operands without those that are the tensor which the others project."""

@@ -159,13 +159,15 @@ def _with_parameters(graph: Graph, start: Node, end: Node) -> Norm:
     return Norm(start, end, scale, shift)
 
 
-def own_formula(graph: Graph, norm: Norm) -> Callable[[Tensor], Tensor]:
-    """Return the model's own norm as a function of its input, with scale 1 and shift 0."""
+def own_formula(
+    graph: Graph, norm: Norm, scale: float = 1.0, shift: float = 0.0
+) -> Callable[[Tensor], Tensor]:
+    """Return the model's own norm as a function of its input, with this scale and shift."""
+    numbers = {norm.scale: scale, norm.shift: shift}
 
     def run(x: Tensor) -> Tensor:
         def value(node: Node) -> Tensor:
-            filled = graph.values[node].double()
-            return torch.zeros_like(filled) if node is norm.shift else torch.ones_like(filled)
+            return torch.full_like(graph.values[node].double(), numbers.get(node, 1.0))
 
         return graph.run([norm.end], {norm.start: x}, value)[0]
 

@@ -22,6 +22,7 @@ from compat.adaptation.tracing.graph import (
     MOVES,
     REDUCTIONS,
     Graph,
+    adds_two,
     kind,
     live_inputs,
     live_users,
@@ -101,7 +102,7 @@ def attention_nodes(graph: Graph, unknown: Sequence[Node], width: int) -> list[A
 def nodes_of_blocks(graph: Graph, width: int) -> Span | None:
     """Return the nodes from the first residual connection to the last residual sum, if any."""
     shape = (*graph.shape, width)
-    sums = [n for n in graph.nodes if n in graph.live and _adds_two(graph, n, shape)]
+    sums = [n for n in graph.nodes if n in graph.live and adds_two(graph, n, shape)]
     if not sums:
         return None
     start = min(live_inputs(graph, sums[0]), key=graph.order.__getitem__)
@@ -117,11 +118,6 @@ def _meetings(graph: Graph, node: Node) -> Iterator[Node]:
         if len(users) == 1:
             yield node
         users = users - {node} | {*live_users(graph, node)}
-
-
-def _adds_two(graph: Graph, node: Node, shape: tuple[int, ...]) -> bool:
-    """Return whether a node is the sum of two tensors of this shape that depend on the ids."""
-    return kind(node) == "add" and [*map(size, live_inputs(graph, node))] == [shape, shape]
 
 
 class _Search:
@@ -147,7 +143,7 @@ class _Search:
             first = self._input(start, end, mixed)
             nodes = self.graph.live_between([end], [first])
             heads = next((n for n in reversed(nodes) if n in mixed and self._is_of_heads(n)), end)
-            attended, merged = (self._attended(first, node) for node in (heads, end))
+            attended, merged = self._attended(first, [heads, end])
             mixing = self.graph.live_between([end], [heads]) if (merged & ~attended).any() else []
             yield AttentionNodes(first, end, nodes, mixes, attended, mixing)
             start = end
@@ -181,15 +177,16 @@ class _Search:
         """Return whether a node is (B, H, T, D), or the same in another order."""
         return len(size(node)) == 4 and size(node).count(self.shape[1]) == 1
 
-    def _attended(self, start: Node, end: Node) -> Tensor:
-        """Return (T, T), at which tokens the result changes with the input at another."""
-        T, axis = self.shape[1], size(end).index(self.shape[1])
-        changed = []
+    def _attended(self, start: Node, ends: list[Node]) -> list[Tensor]:
+        """Return (T, T) for each result, at which tokens it changes with the input at another."""
+        T = self.shape[1]
+        changed: list[list[Tensor]] = [[] for _ in ends]
         for position in range(T):
-            value = self._after(start, position, [end])[end]
-            differs = _differs(value, self.values[end]).movedim(axis, 0)
-            changed.append(differs.flatten(1).any(dim=1))
-        return torch.stack(changed, dim=1)
+            values = self._after(start, position, ends)
+            for end, found in zip(ends, changed, strict=True):
+                differs = _differs(values[end], self.values[end]).movedim(size(end).index(T), 0)
+                found.append(differs.flatten(1).any(dim=1))
+        return [torch.stack(found, dim=1) for found in changed]
 
     def _end(self, mixes: Node, mixed: set[Node]) -> Node | None:
         """Return the last hidden states before the residual sum that mixed tokens compute alone."""

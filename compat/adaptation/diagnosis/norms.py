@@ -178,15 +178,8 @@ def _scales_its_bias(graph: Graph, norm: Norm) -> bool:
     if norm.scale is None or norm.shift is None:
         return False
     x = random_values(size(norm.start))
-
-    def run(scale: float, shift: float) -> Tensor:
-        def value(node: Node) -> Tensor:
-            number = scale if node is norm.scale else shift if node is norm.shift else 1.0
-            return torch.full_like(graph.values[node].double(), number)
-
-        return graph.run([norm.end], {norm.start: x}, value)[0]
-
-    return torch.allclose(run(2.0, 1.0) - run(2.0, 0.0), torch.tensor(2.0).double())
+    shifted, plain = (own_formula(graph, norm, scale=2, shift=shift)(x) for shift in (1, 0))
+    return torch.allclose(shifted - plain, torch.tensor(2.0).double())
 
 
 @deviation(

@@ -197,11 +197,7 @@ def without_gate(site: Site) -> Iterator[Edits]:
                 continue
             activated, other = (_is_activated(function, v) for v in (kept, dropped))
             if activated and not other:
-                named = dropped.id if isinstance(dropped, ast.Name) else ""
-                lost: list[ast.AST] = [dropped]
-                lost += [value for value, _ in assigned_values(function, named)]
-                edits = unused(site.around(product), lost)
-                yield [*Edit.unwrap(product, kept), *edits]
+                yield [*Edit.unwrap(product, kept), *_unused_gate(site, function, dropped)]
 
 
 @fixes("gated_mlp")
@@ -215,12 +211,16 @@ def without_gate_in_place(site: Site) -> Iterator[Edits]:
                 function = enclosing(statement, ast.FunctionDef)
             case _:
                 continue
-        if function is None or not _is_activated(function, ast.Name(kept)):
-            continue
-        lost: list[ast.AST] = [dropped]
-        if isinstance(dropped, ast.Name):
-            lost += [value for value, _ in assigned_values(function, dropped.id)]
-        yield [Edit.remove(statement), *unused(site.around(statement), lost)]
+        if function is not None and _is_activated(function, ast.Name(kept)):
+            yield [Edit.remove(statement), *_unused_gate(site, function, dropped)]
+
+
+def _unused_gate(site: Site, function: ast.FunctionDef, gate: ast.expr) -> Edits:
+    """Return the removal of what only a gate reads that is removed, such as its projection."""
+    lost: list[ast.AST] = [gate]
+    if isinstance(gate, ast.Name):
+        lost += [value for value, _ in assigned_values(function, gate.id)]
+    return unused(site.around(gate), lost)
 
 
 @fixes("gated_mlp")

@@ -358,6 +358,11 @@ def live_inputs(graph: Graph, node: Node) -> list[Node]:
     return [a for a in node.all_input_nodes if a in graph.live]
 
 
+def adds_two(graph: Graph, node: Node, shape: tuple[int, ...]) -> bool:
+    """Return whether a node is the sum of two tensors of this shape that depend on the ids."""
+    return kind(node) == "add" and [*map(size, live_inputs(graph, node))] == [shape, shape]
+
+
 def reads_parameter(graph: Graph, node: Node) -> bool:
     """Return whether a node's only operand that does not depend on the ids is of parameters."""
     dead = [a for a in node.all_input_nodes if a not in graph.live]
