@@ -1,4 +1,4 @@
-"""Run a user's code whose devices, such as `.to("cuda")`, this machine does not have."""
+"""Run a user's code for other machines: for devices that are missing, or for many processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -21,6 +22,8 @@ _MISSING = re.compile(
     r"compiled with (CUDA|XPU) enabled|NVIDIA driver|support for mps|MPS backend|'_cuda_\w+'"
     r"|arguments from the '(CUDA|MPS|XPU)' backend"
 )
+# What torch says to code that torchrun has to start, such as `dist.get_world_size()`.
+_NO_GROUP = re.compile("Default process group has not been initialized")
 # Functions of torch.cuda that have nothing to do without a device.
 _IDLE = ("synchronize", "set_device", "reset_peak_memory_stats")
 
@@ -28,16 +31,31 @@ _IDLE = ("synchronize", "set_device", "reset_peak_memory_stats")
 def on_available_device(run: Callable[[], Result]) -> tuple[Result, bool]:
     """Return what `run` returns, and whether the CPU had to replace missing devices.
 
+    Code that needs a process group gets one of this process alone.
+
     Raises:
         AdaptError: `run` raised it for another reason.
     """
     try:
         return run(), False
     except AdaptError as error:
+        if _NO_GROUP.search(str(error)) and not dist.is_initialized():
+            with _process_group():
+                return on_available_device(run)
         if not _MISSING.search(str(error)):
             raise
     with _OnCpu(), _idle_cuda():
         return run(), True
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    """Run the body in a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -145,6 +145,16 @@ class PaddingId(Plain):
         return self.table(ids).masked_fill((ids == pad_idx)[..., None], 0)
 
 
+class State(Plain):
+    def initial_state(self, batch_size: int) -> list[Tensor]:
+        return [torch.zeros(batch_size, 0, 11)]
+
+    def forward(self, ids: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        seen = state[0].shape[1]  # of a cache, which grows
+        state[0] = torch.cat([state[0], self.table(ids[:, seen:])], 1)
+        return state[0], state
+
+
 class Batch(Plain):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return self.table(batch["input_ids"]) * batch["attention_mask"][..., None]
@@ -156,7 +166,8 @@ class Last(Plain):
 
 
 @pytest.mark.parametrize(
-    "cls", [Ids, Targets, Mask, MaskOfTokens, OptionalMask, Positions, Decoder, PaddingId, Batch]
+    "cls",
+    [Ids, Targets, Mask, MaskOfTokens, OptionalMask, Positions, Decoder, PaddingId, State, Batch],
 )
 def test_required_arguments_are_recognized_by_their_names(cls: Callable[[], Plain]) -> None:
     model = cls().train()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from compat import AdaptError
@@ -41,6 +42,16 @@ def test_code_without_a_device_runs_unchanged() -> None:
     calls: list[int] = []
     found, replaced = on_available_device(lambda: calls.append(1) or run(lambda: torch.ones(2)))
     assert not replaced and torch.equal(found, torch.ones(2)) and calls == [1]
+
+
+def test_code_for_many_processes_gets_a_process_group_of_one() -> None:
+    def use() -> Tensor:
+        total = torch.full((2,), dist.get_world_size())
+        dist.all_reduce(total)
+        return total.to("cuda")
+
+    found, replaced = on_available_device(lambda: run(use))
+    assert replaced and found.tolist() == [1, 1] and not dist.is_initialized()
 
 
 def test_another_error_is_raised_without_a_second_attempt() -> None:

@@ -237,7 +237,7 @@ def _values(name: str) -> tuple[Value, ...]:
     if re.match("use_|output_", name):
         return (_no,)
     if re.search("cache|past|kv|mems?$|memory|state", name):
-        return _nothing, _nothing_for_each_layer
+        return _nothing, _nothing_for_each_layer, partial(_initial, name)
     if "mask" in name:
         return _nothing, _ones
     return _nothing, lambda model, ids: ids  # as for a decoder beside an encoder
@@ -290,6 +290,14 @@ def _nothing_for_each_layer(model: nn.Module, ids: Tensor) -> list[None]:
     """Return an empty cache for each module of the longest list."""
     lists = [len(m) for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     return [None] * max(lists, default=1)
+
+
+def _initial(name: str, model: nn.Module, ids: Tensor) -> Any:
+    """Return what the model's own method makes for a state, as `model.initial_state(B)`."""
+    owner = type(model)
+    makers = [n for n in dir(owner) if re.search("init|make|create|empty|new", n) and name in n]
+    maker = getattr(model, makers[0])
+    return maker(*[len(ids)] * len(inspect.signature(maker).parameters))
 
 
 def find_signature(
