@@ -10,11 +10,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compat.adaptation.part import takes_hidden_states
-from compat.adaptation.tracing.calling import CallSignature, Convert, batch_sizes, find_signature
+from compat.adaptation.tracing.calling import (
+    CallSignature,
+    Convert,
+    NoLogitsError,
+    batch_sizes,
+    describe_error,
+    find_signature,
+    plain_kernels,
+    required_arguments,
+)
 from compat.checkpoint import Checkpoint
 from compat.config import GPT2Config
 from compat.errors import AdaptError
 from compat.parity.check import random_ids
+from compat.user_models.eval_mode import eval_mode
 
 # The number of logits up to which a model is called on as many sequences as it expects.
 MOST_LOGITS = 500_000_000
@@ -78,6 +88,13 @@ def find_call(
                 others += [(full_length[:, : ids.shape[1]], rows, None), (full_length, rows, None)]
         if found := _first_signature(model, others):
             return found
+        if isinstance(error, NoLogitsError) and not required_arguments(model):
+            try:
+                with eval_mode(model), plain_kernels():
+                    CallSignature()(model, random_ids(checkpoint, 0, 2, config.n_positions))
+            except Exception as longer:
+                text = f"model(ids) with {config.n_positions} ids: {describe_error(longer)}"
+                raise NoLogitsError(model, [*error.tried, text]) from None
         raise
 
 

@@ -222,6 +222,7 @@ def judge(run: Run, mapped: Mapped) -> Adaptation:
         mapped.unmatched,
         last_only=mapped.last_only,
         with_targets=signature is not None and signature.targets,
+        of_loss=signature is not None and signature.of_loss,
         input_shape=signature.input_shape if signature is not None else "",
         output_shape="" if signature is None else signature.output_shape(model, run.ids),
         mask=signature.mask if signature is not None else "",
@@ -256,7 +257,7 @@ def judge(run: Run, mapped: Mapped) -> Adaptation:
         with timed(run.seconds, "decode"):
             found = wrong_cache(context, run.call, run.ids, None, OWN_STEPS)
             findings += [f for f in found if f.code != "not_compared"]
-    if context.with_targets:
+    if context.with_targets and not context.of_loss:
         findings += _without_targets(run, findings)
     in_modules = partial(module_taps, model, run.call, graph, taps, run.ids)
     return run.result(name_map, report, findings, mapped.unmatched.names, in_modules)

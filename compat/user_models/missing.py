@@ -3,8 +3,9 @@
 The model may not need them. Their names can be imported and used in annotations. While files are
 loaded, they can be called outside of functions, as in `config = load("config.yaml")`; such a call
 returns an `Unknown`. As decorators they return the decorated object. A call whose result is not
-used, such as `logger.info(…)`, does nothing in code that imports the library. Any other use raises
-the import error. A module of an installed library counts as missing too if it cannot be imported
+used, such as `logger.info(…)`, does nothing in code that imports the library. One that makes an
+attribute for training, as in `self.loss = Loss()`, returns an `Unknown`. Any other use raises the
+import error. A module of an installed library counts as missing too if it cannot be imported
 without another library, such as `torch.utils.tensorboard`.
 """
 
@@ -21,6 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import module_from_spec
+from itertools import islice
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
@@ -33,6 +35,9 @@ from compat.user_code import is_users
 from compat.user_models.synonyms import SIZES, role_of, value_of
 
 Loaded = TypeVar("Loaded")
+
+# Names of what a model has for its training only.
+FOR_TRAINING = re.compile("(?i)loss|criterion|metric|accuracy|perplexity|logger")
 
 
 def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
@@ -297,9 +302,14 @@ class _Missing(type):
             return Unknown(cls.error())
         names = [v for v in caller.f_globals.values() if isinstance(v, (_Missing, _MissingModule))]
         imported = any(name.library == cls.library for name in names)
-        if not imported or _next_operation(caller) != "POP_TOP":  # which discards the result
+        following, after = _next_operations(caller)
+        if not imported:
             raise cls.error()
-        return None
+        if following.opname == "POP_TOP":  # discards the result
+            return None
+        if after.opname == "STORE_ATTR" and FOR_TRAINING.search(f"{cls.__name__} {after.argval}"):
+            return Unknown(cls.error())  # following is LOAD_FAST self
+        raise cls.error()
 
     def error(cls) -> ModuleNotFoundError:
         return _UsedError(f"No module named {cls.library!r}", name=cls.library)
@@ -310,10 +320,10 @@ def _line(frame: FrameType) -> str:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
 
-def _next_operation(frame: FrameType) -> str:
-    """Return the name of the operation that follows the one that a frame executes."""
+def _next_operations(frame: FrameType) -> list[dis.Instruction]:
+    """Return the two operations that follow the one that a frame executes."""
     operations = (o for o in dis.get_instructions(frame.f_code) if o.offset > frame.f_lasti)
-    return next(operations).opname
+    return list(islice(operations, 2))
 
 
 def _use(value: _Missing | Unknown, *args: object, **kwargs: object) -> Any:

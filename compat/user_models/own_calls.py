@@ -2,7 +2,8 @@
 
 The calls are found in the source of the project, and their arguments are computed without running
 the code around them: a name is replaced by what is assigned to it, and a size by the checkpoint's.
-Only the user's classes, those of torch.nn and a few builtins are called.
+Only the user's classes, those of torch.nn and a few builtins are called. A class that only the call
+names is imported.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import operator
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from compat.config import GPT2Config
 from compat.user_code import is_project_top
 from compat.user_models.notebook import read_source
 from compat.user_models.synonyms import AMBIGUOUS, CONFIG_CLASSES, size_role, value_of
+from compat.user_models.target import import_path
 from compat.user_models.usage import assigned, is_users_class, tree_of, user_modules, users_folders
 
 MOST_FILES = 200  # of a project
@@ -178,7 +182,16 @@ class _Evaluation:
                 return self.value(owner)[self.value(index)]
             case ast.Call(function):
                 return self._called(node, self.value(function))
+            case ast.Lambda(ast.arguments([], [*parameters]), body):
+                return partial(self._of_function, [each.arg for each in parameters], body)
         raise _Unknown
+
+    def _of_function(self, parameters: list[str], body: ast.expr, *args: Any) -> Any:
+        """Return what a function such as `lambda config: Attention(config)` returns."""
+        values = {**self.call.values, **dict(zip(parameters, args, strict=True))}
+        names = {n: value for n, value in self.call.names.items() if n not in parameters}
+        call = replace(self.call, names=names, values=values)
+        return replace(self, call=call, depth=0).value(body)
 
     def _of_name(self, name: str) -> Any:
         if name in self.call.names:
@@ -231,7 +244,7 @@ def _is_module_or_config(value: Any) -> bool:
 
 def own_calls(target: type[nn.Module]) -> list[OwnCall]:
     """Return the calls of a class in the user's project, those in its own file first."""
-    modules = user_modules(target)
+    modules, folders = user_modules(target), users_folders(target)
     trees = {str(module.__file__): tree_of(module) for module in modules[:1]}
     values = {n: v for module in reversed(modules) for n, v in list(vars(module).items())}
     for file in _files(target):
@@ -241,10 +254,26 @@ def own_calls(target: type[nn.Module]) -> list[OwnCall]:
                 if f"{target.__name__}(" in source and f"class {target.__name__}" not in source:
                     trees[str(file)] = ast.parse(source)
     found = [
-        OwnCall(node, names, _options(tree), values, target)
+        OwnCall(node, names, _options(tree), values | _imported(node, tree, folders), target)
         for tree in trees.values() for node, names in _calls(tree, target.__name__, {})
     ]  # fmt: skip
     return [*{ast.unparse(call.node): call for call in reversed(found)}.values()][::-1][:MOST_CALLS]
+
+
+def _imported(call: ast.Call, tree: ast.Module, folders: list[Path]) -> dict[str, Any]:
+    """Return the classes of the project that a call names and that its file imports."""
+    names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            files = [folder / f"{node.module.replace('.', '/')}.py" for folder in folders]
+            source = next((read_source(file) for file in files if file.is_file()), "")
+            for alias in node.names:
+                name = alias.asname or alias.name
+                if name in names and re.search(rf"^class {alias.name}\b", source, re.MULTILINE):
+                    with contextlib.suppress(Exception), import_path(folders):
+                        found[name] = getattr(importlib.import_module(node.module), alias.name)
+    return found
 
 
 def _files(target: type[nn.Module]) -> list[Path]:

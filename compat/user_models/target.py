@@ -302,7 +302,7 @@ def _forget_incomplete() -> None:
 
 def _package_module(place: str) -> ModuleType:
     """Import `package.module` from the working directory or from what is installed."""
-    with _import_path([]), translated(f"{place} cannot be imported"):
+    with import_path([]), translated(f"{place} cannot be imported"):
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
@@ -331,7 +331,7 @@ def _importing(
     sys.meta_path.insert(0, deferred)
     failed = True
     try:
-        with _import_path(folders):
+        with import_path(folders):
             yield
         failed = False
     finally:
@@ -448,7 +448,7 @@ class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextlib.contextmanager
-def _import_path(folders: list[Path]) -> Iterator[None]:
+def import_path(folders: list[Path]) -> Iterator[None]:
     """Put the folders and then the working directory first in sys.path."""
     before = list(sys.path)
     sys.path[:0] = [str(folder) for folder in (*folders, Path.cwd())]

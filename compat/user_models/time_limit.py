@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from compat.user_code import is_users
+
 SECONDS = 30.0
 
 
@@ -17,7 +19,7 @@ class _TimeIsUp(BaseException):
 
 @contextlib.contextmanager
 def limited_time() -> Iterator[None]:
-    """Run the body for at most `SECONDS`.
+    """Run the body for at most `SECONDS`, and until the import of a library that it began ends.
 
     There is no limit outside the main thread, on systems without timers, and in the body of another
     limit, which holds for both.
@@ -31,7 +33,10 @@ def limited_time() -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise _TimeIsUp
+        if _imports_library(frame):  # on a busy machine, that of transformers takes a minute
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+        else:
+            raise _TimeIsUp
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
@@ -43,3 +48,13 @@ def limited_time() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _imports_library(frame: FrameType | None) -> bool:
+    """Return whether a frame runs in the import of a module that is not the user's."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "<module>" and not code.co_filename.startswith("<"):
+            return not is_users(code.co_filename)
+        frame = frame.f_back
+    return False

@@ -831,6 +831,17 @@ def test_the_only_length_that_a_model_accepts_is_reported(tiny: Path) -> None:
     assert "accepts only sequences of 20 ids" in found.message
 
 
+class FailsOnFullLength(GPT):
+    def embed(self, ids: Tensor) -> Tensor:
+        self.wte(ids) + self.wpe.weight
+        raise ValueError("the moon is in the wrong place")
+
+
+def test_the_error_on_the_full_length_is_reported(tiny: Path) -> None:
+    with pytest.raises(AdaptError, match=r"with 32 ids: ValueError: the moon is in"):
+        adapt(noisy_model(FailsOnFullLength), tiny)
+
+
 class FullLengthOfFewIds(GPT):
     def __init__(self) -> None:
         super().__init__(vocab=20)

@@ -116,6 +116,25 @@ def test_the_users_call_is_repeated_with_the_sizes_of_the_checkpoint(
     assert model.after[1].weight.shape == (97, 24)
 
 
+@pytest.mark.parametrize("passed", ["Attention", "lambda d: Attention(d)"])
+def test_a_class_that_only_the_call_names_is_imported(tmp_path: Path, passed: str) -> None:
+    model = "import torch\nfrom torch import nn\n\nclass GPT(nn.Module):\n"
+    model += "    def __init__(self, vocab_size, n_embd, make):\n        super().__init__()\n"
+    model += (
+        "        self.table = nn.Embedding(vocab_size, n_embd)\n        self.made = make(n_embd)\n"
+    )
+    model += "\n    def forward(self, ids):\n"
+    model += "        return self.made(self.table(ids)) @ self.table.weight.T\n"
+    part = "from torch import nn\n\nclass Attention(nn.Linear):\n"
+    part += "    def __init__(self, n_embd):\n        super().__init__(n_embd, n_embd)\n"
+    call = "from own import GPT\nfrom part import Attention\n\n"
+    call += f"model = GPT(vocab_size=65, n_embd=64, make={passed})\nraise OSError\n"
+    files = {"own.py": model, "part.py": part, "train.py": call, "pyproject.toml": ""}
+    built_model, _ = built(tmp_path, files)
+    assert type(built_model.made).__name__ == "Attention"
+    assert built_model.table.weight.shape == (97, 24)
+
+
 def test_a_call_of_another_class_with_the_same_name_is_ignored(tmp_path: Path) -> None:
     files = {"own.py": MODEL, "pyproject.toml": "", "other.py": MODEL + CALLS["modules"]}
     with pytest.raises(AdaptError, match="GPT needs the arguments"):

@@ -418,6 +418,19 @@ def test_a_library_that_the_model_does_not_need_may_be_missing(tmp_path: Path) -
     )
 
 
+def test_an_attribute_that_forward_does_not_use_may_need_a_missing_library(tmp_path: Path) -> None:
+    """Calls such as `self.loss = FusedLoss()` in a constructor are not needed for the logits."""
+    text = f"from no_such_kernels import Norm, loss\n{GPT}\n\n"
+    text += "class Fused(GPT):\n    def __init__(self):\n        super().__init__()\n"
+    path = write(tmp_path / "gpt.py", f"{text}        self.loss = loss.Fused(2)\n")
+    fused = load_target(f"{path}:Fused")()
+    with pytest.raises(ModuleNotFoundError, match="no_such_kernels"):
+        fused.loss(torch.ones(2))
+    path.write_text(f"{text}        self.norms = nn.Sequential(Norm(2))\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_kernels"):
+        load_target(f"{path}:Fused")()
+
+
 def test_a_package_with_a_missing_module_stays_imported(tmp_path: Path) -> None:
     """The package's `__init__.py` imports `tokens`, which is not part of the project's copy."""
     package = tmp_path / "lacking"
@@ -625,6 +638,16 @@ def test_code_that_does_not_end_is_interrupted(
     for _ in range(2):
         assert vars(load_target(f"{tmp_path / 'own_gpt.py'}:GPT"))["size"] == 5
     assert signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_a_library_has_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_limit, "SECONDS", 0.1)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    write(
+        tmp_path / "site-packages" / "slow_library.py", "import time\ntime.sleep(0.4)\nSIZE = 5\n"
+    )
+    path = write(tmp_path / "own_gpt.py", f"from slow_library import SIZE\n{GPT}    size = SIZE")
+    assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
 def test_a_class_that_needs_a_value_that_takes_too_long_is_refused(

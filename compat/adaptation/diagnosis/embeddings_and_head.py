@@ -341,8 +341,19 @@ def _joins_others(context: DiagnosisContext, node: Node) -> bool:
 def last_position_only(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.last_only is not None and not context.is_pooled:
         yield Deviation(None, source.running(context.graph, [context.last_only]))
-    elif context.with_targets:
+    elif context.with_targets and not context.of_loss:
         yield Deviation(None, source.matching(context.model, r"\[:, *\[? *-1|\[:, *-1 *:"))
+
+
+@deviation(
+    "the model returns the loss only, so compat compared the logits that it is computed from",
+    "return logits, loss",
+    severity="info",
+)
+def loss_only(context: DiagnosisContext) -> Iterator[Deviation]:
+    if context.of_loss:
+        pattern = r"cross_entropy\(|CrossEntropyLoss\("
+        yield Deviation(None, source.matching(context.model, pattern))
 
 
 @deviation(
@@ -395,7 +406,7 @@ RESHAPES = {
     severity="info",
 )
 def output_shape(context: DiagnosisContext) -> Iterator[Deviation]:
-    if context.output_shape and not context.with_targets:
+    if context.output_shape and not (context.with_targets or context.of_loss):
         pattern, how = RESHAPES[context.output_shape]
         place = source.running(context.graph, [context.anatomy.head])
         place = source.matching(context.model, pattern) or place

@@ -207,6 +207,8 @@ EXPLANATIONS = {
     "flattens them for the loss, but code that expects (B, T, V) reads the wrong axis.",
     "last_position_only": "Models that only generate need only the last position. Training and "
     "scoring need all of them.",
+    "loss_only": "Training needs only the loss, which is the mean over all tokens. Scoring and "
+    "generation need the logits that it is computed from.",
     "dropout_always_on": "F.dropout has training=True by default, so it also drops values in eval "
     "mode. Results then differ between calls.",
     "random_in_forward": "A module that is created in forward gets new random weights at every "

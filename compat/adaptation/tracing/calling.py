@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compat.errors import AdaptError, listed
@@ -151,6 +152,7 @@ class CallSignature:
         mask: the argument among them that is optional, but without which tokens attend to later
             ones.
         time_first: the model takes ids (T, B) and returns logits (T, B, V).
+        of_loss: the model returns the loss only, and the logits are what it computes the loss from.
     """
 
     arguments: tuple[tuple[str, Value], ...] = ()
@@ -161,6 +163,7 @@ class CallSignature:
     convert: Convert | None = None
     mask: str = ""
     time_first: bool = False
+    of_loss: bool = False
 
     @property
     def input_shape(self) -> str:
@@ -173,6 +176,8 @@ class CallSignature:
         return replace(self, arguments=arguments, targets=False, last=True)
 
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
+        if not ids.is_contiguous():  # code calls ids.view(-1)
+            ids = ids.contiguous()
         if self.rows in (None, len(ids)):
             return self._logits(model, ids)
         if self.rows == 0:
@@ -214,7 +219,32 @@ class CallSignature:
             return model(
                 {"input_ids": convert, "attention_mask": torch.ones_like(ids)}, **arguments
             )
+        if self.of_loss:
+            with _inputs_of_losses() as logits:
+                model(convert, **arguments)
+            return logits
         return model(convert, **arguments)
+
+
+@contextmanager
+def _inputs_of_losses() -> Iterator[list[Tensor]]:
+    """Collect what the body passes to F.cross_entropy, which other threads do not call meanwhile.
+
+    nn.CrossEntropyLoss calls it too.
+    """
+    inputs: list[Tensor] = []
+    original = F.cross_entropy
+
+    def collecting(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        inputs.append(input)
+        return original(input, *args, **kwargs)
+
+    with global_state:
+        F.cross_entropy = collecting
+        try:
+            yield inputs
+        finally:
+            F.cross_entropy = original
 
 
 def _values(name: str) -> tuple[Value, ...]:
@@ -300,6 +330,24 @@ def _initial(name: str, model: nn.Module, ids: Tensor) -> Any:
     return maker(*[len(ids)] * len(inspect.signature(maker).parameters))
 
 
+class NoLogitsError(AdaptError):
+    """A model that returns no logits, however it is called.
+
+    Attributes:
+        tried: The calls, each with its error.
+    """
+
+    def __init__(self, model: nn.Module, tried: list[str]) -> None:
+        super().__init__(
+            f"{type(model).__name__} returns no logits, but adapt() expected a float tensor "
+            "(B, T, V) for ids (B, T). It was called as follows:\n  "
+            + "\n  ".join(dict.fromkeys(tried))
+            + "\nPass a function that returns the logits: "
+            "adapt(model, source, forward=lambda model, ids: …)"
+        )
+        self.tried = tried
+
+
 def find_signature(
     model: nn.Module,
     ids: Tensor,
@@ -309,6 +357,8 @@ def find_signature(
     time_first: bool = False,
 ) -> CallSignature:
     """Return the first signature that returns logits for these ids, of all positions if possible.
+
+    If none does, it is one that computes the loss from such logits.
 
     Of several masks, it is the first with which no token attends to a later one. Optional masks are
     passed only if every token attends to all others without them.
@@ -326,8 +376,12 @@ def find_signature(
     tried: list[str] = []
     missing: ModuleNotFoundError | None = None
     fused = any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
-    kinds = (_signatures(model, False), _with_optional_arguments(model), _signatures(model, True))
-    for last, signatures in zip((False, False, True), kinds, strict=True):
+    usual = _signatures(model, False)
+    kinds = (
+        usual, _with_optional_arguments(model), _signatures(model, True),
+        [(text, replace(signature, of_loss=True)) for text, signature in usual],
+    )  # fmt: skip
+    for signatures in kinds:
         found = []
         for text, signature in signatures:
             signature = replace(signature, rows=rows, convert=convert, time_first=time_first)
@@ -341,7 +395,7 @@ def find_signature(
             except Exception as error:
                 if isinstance(error, ModuleNotFoundError):
                     missing = error
-                if not last:
+                if not (signature.last or signature.of_loss):
                     tried.append(f"{text}: {describe_error(error)}")
         masked = _with_optional_masks(model, found[0]) if found else []
         if masked and not _is_bidirectional(model, found[0], ids):
@@ -352,12 +406,7 @@ def find_signature(
     if missing is not None:
         headline = f"{type(model).__name__} raises an exception when it runs"
         raise AdaptError(f"{headline}: {exception_report(missing)}") from missing
-    raise AdaptError(
-        f"{type(model).__name__} returns no logits, but adapt() expected a float tensor (B, T, V) "
-        "for ids (B, T). It was called as follows:\n  " + "\n  ".join(dict.fromkeys(tried)) + "\n"
-        "Pass a function that returns the logits: "
-        "adapt(model, source, forward=lambda model, ids: …)"
-    )
+    raise NoLogitsError(model, tried)
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,9 @@ MUTATIONS = [
       "x = self.transformer.ln_f(x[:, -1:])", "x[:, -1:]"),
     M("scratch", "last_position_only", "return self.norm(x) @", "return self.norm(x[:, -1]) @",
       "x[:, -1]"),
+    # loss_only
+    M("nano", "loss_only", "        return logits, loss", "        return loss",
+      "loss = F.cross_entropy("),
     # scaled_logits
     M("nano", "scaled_logits", "logits = self.lm_head(x)", "logits = self.lm_head(x) / 8.0",
       "logits = self.lm_head(x) / 8.0"),
