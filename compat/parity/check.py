@@ -17,11 +17,11 @@ from compat.config import HALF, as_dtype, dtype_name
 from compat.decoding import HasDecoder
 from compat.dialects import dialect_of
 from compat.errors import CompatError, NameMapError, ParityError, described, short_repr
-from compat.export_view import map_of
+from compat.export_view import hf_tensors, map_of
 from compat.layers import as_ids
 from compat.loading import load_pretrained
 from compat.name_map import NameMap
-from compat.parity.compare import Difference, position_errors
+from compat.parity.compare import Difference, difference, position_errors
 from compat.parity.decoded import prove_decoder
 from compat.parity.expected import ExpectedLogits
 from compat.parity.functions import FunctionModule
@@ -29,9 +29,8 @@ from compat.parity.gradients import prove_gradients
 from compat.parity.logits import prove_logits
 from compat.parity.outputs import find_logits
 from compat.parity.reference import LARGE, Reference, SharedReference
-from compat.parity.report import InputResult, ParityReport
+from compat.parity.report import InputResult, ParityReport, WeightDifference
 from compat.parity.trace import record
-from compat.parity.weights import weight_differences
 from compat.sharding import reshard
 from compat.tap import Tap, expand_taps
 from compat.tokenizer import load_tokenizer
@@ -170,7 +169,12 @@ def _check(
         model = as_module(model)
         module, dtype = model, _dtype_of(model, dtype)
         ids = checked_ids(checkpoint, input_ids, text)
-        trained = _name_map_of(model, name_map) if gradients else None
+        if gradients and name_map is None and dialect_of(model) is None:
+            raise ParityError(
+                f"gradients=True needs to know which parameters of {type(model).__name__} hold "
+                "which tensor. Pass name_map=adapt(model, source).name_map."
+            )
+        trained = map_of(model, name_map) if gradients else None
         run = partial(_report_on_module, model, taps, ids, trained)
     elif gradients and isinstance(model, HasDecoder):
         raise ParityError(
@@ -250,28 +254,17 @@ def _report_on_module(
     )
 
 
-def _name_map_of(model: nn.Module, name_map: NameMap | None) -> NameMap:
-    """Return the name map by which gradients are compared."""
-    if name_map is None and dialect_of(model) is None:
-        raise ParityError(
-            f"gradients=True needs to know which parameters of {type(model).__name__} hold which "
-            "tensor. Pass name_map=adapt(model, source).name_map."
-        )
-    return map_of(model, name_map)
-
-
 def _report_on_function(
     function: Callable[[Any], Any], ids: Tensor, reference: Reference
 ) -> ParityReport:
     """Compare the logits of a function, and the taps that it returns for the ids."""
     model = FunctionModule(function)
-    vocab_size = reference.checkpoint.config.vocab_size
     expected, _ = reference.trace(ids)
     found = model.trace(ids, expected)
     proof = prove_logits(
         model,
         reference,
-        find=lambda output, ids: _logits_in(output, ids, vocab_size),
+        find=partial(_logits_in, vocab_size=reference.checkpoint.config.vocab_size),
         short_only=reference.dtype in HALF,
     )
     name = getattr(function, "__name__", type(function).__name__)
@@ -337,6 +330,29 @@ def _compare_every_embedding(model: nn.Module, tap: Tap, reference: Reference) -
     bound = MAX_EMBEDDING_ROUNDINGS * torch.finfo(reference.dtype).eps
     found = Difference(max_abs, rel_rms, identical, None, rel_rms, bound, rel_rms <= bound)
     return InputResult(name, (B, N), found)
+
+
+def weight_differences(
+    model: nn.Module, name_map: NameMap | None, checkpoint: Checkpoint
+) -> list[WeightDifference]:
+    """Return the checkpoint's tensors whose values differ in the model, largest difference first.
+
+    The checkpoint's values are rounded to the model's data type first.
+
+    Raises:
+        NameMapError: the map does not fit the model, or there is none.
+        CheckpointError: a tensor has NaN or infinite values.
+    """
+    found = []
+    for name, held in hf_tensors(model, name_map).items():
+        if name in checkpoint.infos:
+            ours, stored = held.view(), checkpoint.read(name)
+            part = tuple(slice(n) for n in ours.shape)  # of a model with fewer positions
+            theirs = stored.to(ours.dtype)[part]
+            if ours.shape == theirs.shape and not torch.equal(ours, theirs):
+                measured = difference(ours, theirs, None, None)
+                found.append(WeightDifference(name, measured.max_abs, measured.rel_rms))
+    return sorted(found, key=lambda each: -each.rel_rms)
 
 
 @contextmanager
