@@ -246,6 +246,14 @@ class Wrapped(nn.Module):
         return self._function(self, input_ids)
 
 
+def from_positions(self: Any, ids: Tensor, positions: Tensor) -> Any:
+    """Return the logits with these position embeddings."""
+    x = self.inner.tok_emb(ids) + self.inner.pos_emb(positions)
+    for block in self.inner.trf_blocks:
+        x = block(x)
+    return self.inner.out_head(self.inner.final_norm(x))
+
+
 Forward = Callable[[Any, Tensor], Any]
 Edit = Callable[[Any], "nn.Module | None"]
 
