@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -99,19 +99,9 @@ def check_parity(
         ParityError: the comparison is not possible.
         CompatError: the checkpoint cannot be loaded.
     """
-    return _check(
-        model_or_dialect,
-        open_checkpoint(source, revision=revision, verify=verify, n_head=n_head),
-        Reference,
-        input_ids=input_ids,
-        text=text,
-        dtype=dtype,
-        calibrate=calibrate,
-        taps=taps,
-        attention=attention,
-        gradients=gradients,
-        name_map=name_map,
-    )
+    checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
+    options = _Options(input_ids, text, dtype, gradients, calibrate, taps, attention, name_map)
+    return _check(model_or_dialect, checkpoint, options, Reference)
 
 
 def check_dialects(
@@ -133,34 +123,33 @@ def check_dialects(
             return Reference(checkpoint, dtype, *rest)
         return shared(dtype, *rest)
 
+    options = _Options(input_ids, text, dtype, gradients)
     for dialect in dialects:
-        yield _check(
-            dialect,
-            checkpoint,
-            reference,
-            input_ids=input_ids,
-            text=text,
-            dtype=dtype,
-            gradients=gradients,
-        )
+        yield _check(dialect, checkpoint, options, reference)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `check_parity` after the source."""
+
+    input_ids: object
+    text: str | None
+    dtype: torch.dtype | str | None
+    gradients: bool
+    calibrate: bool | None = None
+    taps: Sequence[Tap] | None = None
+    attention: Literal["eager", "sdpa"] = "eager"
+    name_map: NameMap | None = None
 
 
 def _check(
     model_or_dialect: object,
     checkpoint: Checkpoint,
+    options: _Options,
     load_reference: Callable[..., Reference],
-    *,
-    input_ids: object,
-    text: str | None,
-    dtype: torch.dtype | str | None,
-    gradients: bool,
-    calibrate: bool | None = None,
-    taps: Sequence[Tap] | None = None,
-    attention: Literal["eager", "sdpa"] = "eager",
-    name_map: NameMap | None = None,
 ) -> ParityReport:
     """Check parity with a reference that `load_reference` returns for its arguments."""
-    dtype, model = as_dtype(dtype), model_or_dialect
+    dtype, model, name_map = as_dtype(options.dtype), model_or_dialect, options.name_map
     if isinstance(model, str):
         model = load_pretrained(checkpoint, model, dtype=dtype)
     run: Callable[[Reference], ParityReport]
@@ -168,15 +157,15 @@ def _check(
     if isinstance(model, nn.Module):
         model = as_module(model)
         module, dtype = model, _dtype_of(model, dtype)
-        ids = checked_ids(checkpoint, input_ids, text)
-        if gradients and name_map is None and dialect_of(model) is None:
+        ids = checked_ids(checkpoint, options.input_ids, options.text)
+        if options.gradients and name_map is None and dialect_of(model) is None:
             raise ParityError(
                 f"gradients=True needs to know which parameters of {type(model).__name__} hold "
                 "which tensor. Pass name_map=adapt(model, source).name_map."
             )
-        trained = map_of(model, name_map) if gradients else None
-        run = partial(_report_on_module, model, taps, ids, trained)
-    elif gradients and isinstance(model, HasDecoder):
+        trained = map_of(model, name_map) if options.gradients else None
+        run = partial(_report_on_module, model, options.taps, ids, trained)
+    elif options.gradients and isinstance(model, HasDecoder):
         raise ParityError(
             f"{type(model).__name__} has no gradients to compare. Pass the nn.Module instead."
         )
@@ -187,14 +176,15 @@ def _check(
         run = partial(_report_on_decoder, model)
     elif callable(model) and not isinstance(model, type):
         module, dtype = None, dtype or torch.float32
-        ids = checked_ids(checkpoint, input_ids, text)
+        ids = checked_ids(checkpoint, options.input_ids, options.text)
         run = partial(_report_on_function, model, ids)
     else:
         raise ParityError(
             f"model_or_dialect is {described(model)}, but must be a dialect's name, an nn.Module "
             "with the checkpoint's weights, an Engine, PlainBlocks, or a function of ids."
         )
-    reference = load_reference(checkpoint, dtype, calibrate is not False, attention)
+    calibrate = options.calibrate is not False
+    reference = load_reference(checkpoint, dtype, calibrate, options.attention)
     report = run(reference)
     if isinstance(module, nn.Module) and dtype in HALF:
         reference.to_float32()
