@@ -223,7 +223,7 @@ class Comparison:
     def computed(self, names: Sequence[str]) -> Tensor | None:
         """Compute a segment by GPT-2's formulas; None if a weight is not available."""
         try:
-            return run_segment(list(names), GPT2, self.weights, self.value)
+            return run_segment(names, GPT2, self.weights, self.value)
         except MissingWeightError:
             return None
 
