@@ -347,7 +347,9 @@ def global_counter(self, ids):
     return self.inner(ids) * (1.0 + 0.01 * (_CALLS[0] // 1000))
 
 
-def _counting(model: nn.Module) -> nn.Module:
+@edit("state", run=call(1001), limit_suffices=True)
+def counter_in_a_closure(model):
+    """After a thousand calls, counted in a closure, the logits are 1 % larger."""
     calls = [0]
     forward = model.forward
 
@@ -356,13 +358,6 @@ def _counting(model: nn.Module) -> nn.Module:
         return forward(ids) * (1.0 + 0.01 * (calls[0] // 1000))
 
     model.forward = counted
-    return model
-
-
-@edit("state", run=call(1001), limit_suffices=True)
-def counter_in_a_closure(model):
-    """After a thousand calls, counted in a closure, the logits are 1 % larger."""
-    return _counting(model)
 
 
 @edit("state", run=call(1001), limit_suffices=True)
