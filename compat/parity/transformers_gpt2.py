@@ -220,8 +220,8 @@ def _weights_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
 
 # The settings of transformers before the first thread turned them off, once for each thread that
 # needs them off.
-_loud: list[tuple[int, bool]] = []
-_quieting = threading.Lock()
+_settings_before: list[tuple[int, bool]] = []
+_settings_lock = threading.Lock()
 
 
 @contextmanager
@@ -232,19 +232,19 @@ def quiet() -> Iterator[None]:
     restores the settings that the first one found.
     """
     logging: Any = transformers.utils.logging
-    with _quieting:
-        if _loud:
-            _loud.append(_loud[0])
+    with _settings_lock:
+        if _settings_before:
+            _settings_before.append(_settings_before[0])
         else:
-            _loud.append((logging.get_verbosity(), logging.is_progress_bar_enabled()))
+            _settings_before.append((logging.get_verbosity(), logging.is_progress_bar_enabled()))
             logging.set_verbosity(logging.CRITICAL)
             logging.disable_progress_bar()
     try:
         yield
     finally:
-        with _quieting:
-            verbosity, progress_bars = _loud.pop()
-            if not _loud:
+        with _settings_lock:
+            verbosity, progress_bars = _settings_before.pop()
+            if not _settings_before:
                 logging.set_verbosity(verbosity)
                 if progress_bars:
                     logging.enable_progress_bar()
