@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compat.layers import KVCache
-from tests.parity.adversaries_codes import patch_embedded, patch_tokens
+from tests.parity.adversaries_codes import patch_each_token, patch_embedded
 from tests.parity.adversary import N_POSITIONS, V, edit, from_positions, wrapper
 
 KIND = "harmless"
@@ -145,9 +145,7 @@ def equal_special_ids_listed(model):
     model.specials = {5: 5, 77: 77, 300: 300}
     model.stop_ids = frozenset({317, 318})
     table = model.specials
-    patch_tokens(
-        model, lambda ids: torch.tensor([[table.get(t, t) for t in r] for r in ids.tolist()])
-    )
+    patch_each_token(model, lambda t: table.get(t, t))
 
 
 @edit(KIND)
