@@ -28,11 +28,7 @@ from compat.tap import tap_names
 
 
 def check(
-    golden: Golden,
-    candidate: CandidateSource,
-    *,
-    model: Source | None = None,
-    rename: Rename | None = None,
+    golden: Golden, candidate: CandidateSource, model: Source | None, rename: Rename | None
 ) -> GoldenReport:
     """Compare a candidate's arrays with golden ones, see `Golden.check`."""
     found = as_candidate(golden, candidate, rename)
