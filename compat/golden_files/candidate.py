@@ -28,9 +28,8 @@ from compat.golden_files.contents import (
     sizes_of,
 )
 from compat.golden_files.file import CandidateSource, Golden, Rename
-from compat.golden_files.layouts import LAYOUTS, STREAM, Layout, layouts_of
+from compat.golden_files.layouts import Layout, known_layouts, layouts_of
 from compat.golden_files.names import LENS, layer_of, recognise
-from compat.golden_files.pieces import split_name
 from compat.parity.functions import call_function
 from compat.tap import BLOCK_TAPS, tap_names
 
@@ -260,17 +259,13 @@ def _by_layer(array: Array, name: str, n_layer: int) -> Iterator[tuple[str, Arra
             f"first axis, as {name.replace('{i}', '{0…' + str(n_layer - 1) + '}')}."
         )
     for i in range(n_layer):
-        part, load = f"{array.name}[{i}]", partial(_load_layer, array, i)
-        layer = replace(array, name=part, shape=array.shape[1:], load=load)
+        load = partial(lambda i: array.load()[i], i)
+        layer = replace(array, name=f"{array.name}[{i}]", shape=array.shape[1:], load=load)
         yield name.replace("{i}", str(i)), layer
 
 
 def _shown(labels: list[str]) -> str:
     return listed(collapse_layers([label.replace("/", ".") for label in labels]), 4)
-
-
-def _load_layer(array: Array, i: int) -> Tensor:
-    return array.load()[i]
 
 
 def _unknown_names(unknown: list[tuple[str, str]], known: set[str]) -> ParityError:
@@ -372,8 +367,7 @@ def _entries(golden: Golden, name: str, array: Array, notes: list[str]) -> dict[
         if entry.last_only:
             notes.append(f"{array.name} contains the last position only, so only that was compared")
     if not entry.layouts:
-        kind = kind if tap == DECODE_LOGITS else split_name(kind)[1]
-        texts = LAYOUTS.get(kind, STREAM)
+        texts = known_layouts(kind)
         raise _wrong_shape(array, [Layout(t, texts[0], sizes).shape for t in texts[:2]])
     if not fused:
         return {name: entry}

@@ -28,11 +28,7 @@ from compat.tap import tap_names
 
 
 def check(
-    golden: Golden,
-    candidate: CandidateSource,
-    *,
-    model: Source | None = None,
-    rename: Rename | None = None,
+    golden: Golden, candidate: CandidateSource, model: Source | None, rename: Rename | None
 ) -> GoldenReport:
     """Compare a candidate's arrays with golden ones, see `Golden.check`."""
     found = as_candidate(golden, candidate, rename)
@@ -223,7 +219,7 @@ class Comparison:
     def computed(self, names: Sequence[str]) -> Tensor | None:
         """Compute a segment by GPT-2's formulas; None if a weight is not available."""
         try:
-            return run_segment(list(names), GPT2, self.weights, self.value)
+            return run_segment(names, GPT2, self.weights, self.value)
         except MissingWeightError:
             return None
 

@@ -1,4 +1,4 @@
-"""Deviations of one piece: what a wrong implementation computes instead of GPT-2's formula.
+"""Deviations of pieces and decode steps: what a wrong implementation computes instead of GPT-2.
 
 Each deviation is a hypothesis: a code, and one or more pieces of GPT-2 with a change. `diagnose`
 runs it on the candidate's own arrays. The codes and messages are those of `adapt` or of `codes`.
@@ -47,6 +47,8 @@ from compat.golden_files.pieces import (
     Softmax,
     Weights,
     attention_formula,
+    cached_reads,
+    chain,
     context,
     each,
     embedding,
@@ -401,7 +403,7 @@ def attention_patterns(s: Situation) -> Iterator[Hypothesis]:
                     if not allowed.any(-1).all():  # some query attends to no key
                         blind = pattern(_by_formula(formula, blind_to_zero=True))
                         yield Hypothesis(codes, {"probs": blind})
-    plus_one = {"probs": pattern(with_formula(plus_one=True))}
+    plus_one = {"probs": pattern(_with_formula(plus_one=True))}
     yield one("other_softmax", plus_one, found="1 is added to the sum of exponentials")
     for index, values in _shared_heads(config):
         shared = pattern(split_k=partial(_selected, index))
@@ -418,11 +420,11 @@ def attention_patterns(s: Situation) -> Iterator[Hypothesis]:
         unsplit = pattern(split_q=split_q, split_k=split_k)
         yield one("no_head_split_transpose", {"probs": unsplit})
     for value in dict.fromkeys(mask_values):
-        for softmax in (with_formula(hidden=value), partial(_with_hidden_lowered, value)):
+        for softmax in (_with_formula(hidden=value), partial(_with_hidden_lowered, value)):
             yield one("mask_value", {"probs": pattern(softmax)}, found=value)
 
 
-def with_formula(**changes: Any) -> Softmax:
+def _with_formula(**changes: Any) -> Softmax:
     """Return a softmax by GPT-2's formula with changes of its fields."""
     return lambda scores, usual: replace(usual, **changes).probabilities(scores)
 
@@ -1028,7 +1030,7 @@ def measured_patterns(s: Situation) -> Iterator[Hypothesis]:
     T = bias.shape[-1]
     distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)  # (T, T)
     bias = bias[:, distance]  # (H, T, T)
-    biased = pattern(with_formula(bias=bias))
+    biased = pattern(_with_formula(bias=bias))
     yield one("position_bias", {"probs": biased}, found=described_bias(bias))
 
 
@@ -1044,3 +1046,78 @@ def _bias_by_distance(probs: Tensor, scores: Tensor) -> Tensor:
         total = torch.where(used, there, 0.0).sum((0, 2))
         bias[:, distance] = total / used.sum((0, 2)).clamp(min=1)
     return bias
+
+
+# Decode steps through a KV cache, if the forward pass without a cache is right
+
+
+def step_logits(weights: Weights, steps: Tensor, values: Values) -> Iterator[Proposal]:
+    """Yield the logits (B, N, V) of the decode steps under each known deviation.
+
+    Args:
+        weights: the weights of the checkpoint, and the ids before the decode steps.
+        steps: the ids (B, N) of the decode steps.
+        values: the values for the placeholders of the code's message and fix.
+
+    Raises:
+        MissingWeightError: a weight is not available.
+    """
+    (_, T), N = weights.ids.shape, steps.shape[1]
+    ids = torch.cat([weights.ids, steps], dim=1)
+    extended = replace(weights, ids=ids, read=cached_reads(weights.read, ids), dtype=torch.float32)
+    for found, pieces in _deviations_of_steps(extended, T, N):
+        for tap, value in chain(extended, {**GPT2, **pieces}):
+            if tap == "logits":
+                yield Proposal("kv_cache", value[:, T:].double(), {**values, "found": found})
+
+
+def _deviations_of_steps(w: Weights, T: int, N: int) -> Iterator[tuple[str, Pieces]]:
+    past, n = torch.arange(T), torch.arange(N)
+    for found, positions in (
+        ("every step has position 0", 0 * n),
+        (f"every step has position {T}", T + 0 * n),
+        ("the positions of the steps start at 0 again", n),
+        (f"the first step has position {T - 1}, but in GPT-2 position {T}", T - 1 + n),
+        (f"the first step has position {T + 1}, but in GPT-2 position {T}", T + 1 + n),
+    ):
+        if positions.max() < w.config.n_positions:
+            yield found, {"embed": embedding(torch.cat([past, positions]))}
+    if T + N < w.config.n_positions:
+        found = "with a cache, the positions start at 1"
+        yield found, {"embed": embedding(1 + torch.cat([past, T + n]))}
+    usual = attention_formula(w, 0).allowed  # (T + N, T + N)
+    own = torch.eye(T + N, dtype=torch.bool)
+    row, column = torch.arange(T + N)[:, None], torch.arange(T + N)
+    step = row >= T
+    for found, hidden in (
+        ("a step attends to itself only", step),
+        ("a step attends to the prompt and to itself, but not to earlier steps",
+         step & (column >= T)),
+        ("a step attends to the steps only, and not to the prompt", step & (column < T)),
+        ("a step does not attend to the first token", step & (column == 0)),
+        ("a step does not attend to the last token of the prompt", step & (column == T - 1)),
+    ):  # fmt: skip
+        yield found, {"probs": pattern(_with_formula(allowed=usual & (~hidden | own)))}
+    for token, found in ((0, "the first token"), (T - 1, "the last token of the prompt")):
+        yield f"the keys and values of {found} are 0 in the cache", _with_zeros(T, token)
+
+
+def _with_zeros(T: int, token: int) -> Pieces:
+    """Replace the key and value of a token by zeros, for the queries from position T on."""
+
+    def without(w: Weights, x: Tensor) -> Tensor:
+        return split_heads(w, x.index_fill(1, torch.tensor([token]), 0.0))
+
+    def in_steps(changed: Piece, usual: Piece, axis: int) -> Piece:
+        def run(w: Weights, i: int, *inputs: Tensor) -> Tensor:
+            before, after = (piece.run(w, i, *inputs) for piece in (usual, changed))
+            return torch.cat(
+                [before.narrow(axis, 0, T), after.narrow(axis, T, after.shape[axis] - T)], axis
+            )
+
+        return Piece(usual.inputs, run)
+
+    return {
+        "probs": in_steps(pattern(split_k=without), GPT2["probs"], 2),
+        "heads": in_steps(context(without), GPT2["heads"], 1),
+    }

@@ -17,7 +17,13 @@ from compat.golden_files.backward import readers_of
 from compat.golden_files.bounds import error, fitted_factor
 from compat.golden_files.codes import CODES, MESSAGES
 from compat.golden_files.contents import DECODE_IDS, DECODE_LOGITS, GRADIENT, LOSS
-from compat.golden_files.deviations import Hypothesis, Proposal, Situation, hypotheses
+from compat.golden_files.deviations import (
+    Hypothesis,
+    Proposal,
+    Situation,
+    hypotheses,
+    step_logits,
+)
 from compat.golden_files.gradient_deviations import WrongGradient, loss_values, proposals
 from compat.golden_files.pieces import (
     GPT2,
@@ -29,7 +35,6 @@ from compat.golden_files.pieces import (
     segment,
     split_name,
 )
-from compat.golden_files.steps import step_logits
 from compat.parity import TapResult
 from compat.tap import tap_names
 
@@ -402,18 +407,12 @@ class _Search:
         fix = f"Look for a division by zero or an overflow between {tap} and the taps before it."
         return [Deviation(tap, "unexplained", {"found": found}, "", fix)]
 
-    def _may_be_rounding(self, result: TapResult) -> bool:
-        """Return whether a tap is in half precision and its error is less than twice the bound."""
-        c, found = self.comparison, result.accumulated
-        is_half = c.bounds[result.tap] != c.golden.bound(result.tap, c.golden.dtype)
-        return is_half and found.bound is not None and found.error < 2 * found.bound
-
     def _unexplained(self, result: TapResult, names: Sequence[str]) -> Deviation:
-        tap = result.tap
+        tap, c, judged = result.tap, self.comparison, result.accumulated
         if result.local is None:
             found = f"{tap} is the first array that differs, and no known deviation explains it"
             evidence = "its piece could not be run on your own arrays, because "
-            if self.comparison.computed(names) is None:
+            if c.computed(names) is None:
                 evidence += "the golden file has no matrices. Pass the checkpoint with --model"
             else:
                 evidence += f"{listed(list(names[:-1]), 4)} are missing"
@@ -421,7 +420,8 @@ class _Search:
             sources = self._sources(names)
             found = f"{tap} does not follow from {sources} by GPT-2's formula"
             evidence = f"the difference is {result.local.error:.2g} of its RMS"
-            if self._may_be_rounding(result):
+            is_half = c.bounds[tap] != c.golden.bound(tap, c.golden.dtype)
+            if is_half and judged.bound is not None and judged.error < 2 * judged.bound:
                 evidence += (
                     ", which may be caused by rounding to half precision inside this piece. "
                     "Compare in float32 to be sure"

@@ -255,7 +255,7 @@ class Golden(HtmlPage):
         """
         from compat.golden_files.check import check  # only comparisons need these imports
 
-        return check(self, candidate, model=model, rename=rename)
+        return check(self, candidate, model, rename)
 
 
 def _parsed(path: Path, text: str | None) -> dict[str, Any]:

@@ -60,6 +60,11 @@ class Layout:
         return rearrange(tensor.reshape(self.shape), self.text, self.canonical, self.sizes)
 
 
+def known_layouts(name: str) -> tuple[str, ...]:
+    """Return the layouts of an array such as "h.0.q", or of a key of LAYOUTS."""
+    return LAYOUTS.get(name if name in LAYOUTS else split_name(name)[1], STREAM)
+
+
 def layouts_of(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Layout]:
     """Return the layouts that an array of this shape may have, the golden file's first.
 
@@ -68,7 +73,7 @@ def layouts_of(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> l
         shape: the shape of the candidate's array.
         sizes: the sizes of all axes.
     """
-    known = LAYOUTS.get(name if name in LAYOUTS else split_name(name)[1], STREAM)
+    known = known_layouts(name)
     found = [Layout(text, known[0], sizes) for text in known]
     if sizes.get("B") == 1:
         found += [Layout(_without_batch(text), known[0], sizes) for text in known]

@@ -11,9 +11,9 @@ Source of the formulas: `transformers/models/gpt2/modeling_gpt2.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -112,38 +112,28 @@ class Piece:
 
     def before(self, change: Change) -> Piece:
         """Return the piece with a change that is applied to each input."""
-        run = self.run
-        return replace(self, run=lambda w, i, *inputs: run(w, i, *(change(w, x) for x in inputs)))
+        return replace(
+            self, run=lambda w, i, *inputs: self.run(w, i, *(change(w, x) for x in inputs))
+        )
 
     def then(self, change: Change) -> Piece:
         """Return the piece with a change that is applied to its result."""
-        run = self.run
-        return replace(self, run=lambda w, i, *inputs: change(w, run(w, i, *inputs)))
+        return replace(self, run=lambda w, i, *inputs: change(w, self.run(w, i, *inputs)))
 
     def with_config(self, **changes: Any) -> Piece:
         """Return the piece with changes of the config."""
-        run = self.run
-
-        def changed(w: Weights, i: int, *inputs: Tensor) -> Tensor:
-            return run(replace(w, config=replace(w.config, **changes)), i, *inputs)
-
-        return replace(self, run=changed)
+        return self._with(lambda w: replace(w, config=replace(w.config, **changes)))
 
     def with_weights(self, change: Callable[[str, Tensor], Tensor]) -> Piece:
         """Return the piece with changed weights: `change(name, tensor)` replaces each tensor."""
-        return self._reading(lambda read, name: change(name, read(name)))
+        return self._with(lambda w: replace(w, read=lambda name: change(name, w.read(name))))
 
     def renamed(self, rename: Callable[[str], str]) -> Piece:
         """Return the piece with other weights: `rename(name)` is read instead of each name."""
-        return self._reading(lambda read, name: read(rename(name)))
+        return self._with(lambda w: replace(w, read=lambda name: w.read(rename(name))))
 
-    def _reading(self, get: Callable[[Read, str], Tensor]) -> Piece:
-        run = self.run
-
-        def changed(w: Weights, i: int, *inputs: Tensor) -> Tensor:
-            return run(replace(w, read=partial(get, w.read)), i, *inputs)
-
-        return replace(self, run=changed)
+    def _with(self, change: Callable[[Weights], Weights]) -> Piece:
+        return replace(self, run=lambda w, i, *inputs: self.run(change(w), i, *inputs))
 
 
 Pieces = Mapping[str, Piece]  # by the name of a tap without its layer
@@ -342,7 +332,7 @@ def segment(tap: str, pieces: Pieces, n_layer: int, known: Callable[[str], bool]
 
 
 def run_segment(
-    names: list[str], pieces: Pieces, weights: Weights, known: Callable[[str], Tensor]
+    names: Sequence[str], pieces: Pieces, weights: Weights, known: Callable[[str], Tensor]
 ) -> Tensor:
     """Compute the taps of a segment and return the last one.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -17,11 +17,11 @@ from compat.config import HALF, as_dtype, dtype_name
 from compat.decoding import HasDecoder
 from compat.dialects import dialect_of
 from compat.errors import CompatError, NameMapError, ParityError, described, short_repr
-from compat.export_view import map_of
+from compat.export_view import hf_tensors, map_of
 from compat.layers import as_ids
 from compat.loading import load_pretrained
 from compat.name_map import NameMap
-from compat.parity.compare import Difference, position_errors
+from compat.parity.compare import Difference, difference, position_errors
 from compat.parity.decoded import prove_decoder
 from compat.parity.expected import ExpectedLogits
 from compat.parity.functions import FunctionModule
@@ -29,9 +29,8 @@ from compat.parity.gradients import prove_gradients
 from compat.parity.logits import prove_logits
 from compat.parity.outputs import find_logits
 from compat.parity.reference import LARGE, Reference, SharedReference
-from compat.parity.report import InputResult, ParityReport
+from compat.parity.report import InputResult, ParityReport, WeightDifference
 from compat.parity.trace import record
-from compat.parity.weights import weight_differences
 from compat.sharding import reshard
 from compat.tap import Tap, expand_taps
 from compat.tokenizer import load_tokenizer
@@ -100,19 +99,9 @@ def check_parity(
         ParityError: the comparison is not possible.
         CompatError: the checkpoint cannot be loaded.
     """
-    return _check(
-        model_or_dialect,
-        open_checkpoint(source, revision=revision, verify=verify, n_head=n_head),
-        Reference,
-        input_ids=input_ids,
-        text=text,
-        dtype=dtype,
-        calibrate=calibrate,
-        taps=taps,
-        attention=attention,
-        gradients=gradients,
-        name_map=name_map,
-    )
+    checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
+    options = _Options(input_ids, text, dtype, gradients, calibrate, taps, attention, name_map)
+    return _check(model_or_dialect, checkpoint, options, Reference)
 
 
 def check_dialects(
@@ -134,34 +123,33 @@ def check_dialects(
             return Reference(checkpoint, dtype, *rest)
         return shared(dtype, *rest)
 
+    options = _Options(input_ids, text, dtype, gradients)
     for dialect in dialects:
-        yield _check(
-            dialect,
-            checkpoint,
-            reference,
-            input_ids=input_ids,
-            text=text,
-            dtype=dtype,
-            gradients=gradients,
-        )
+        yield _check(dialect, checkpoint, options, reference)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `check_parity` after the source."""
+
+    input_ids: object
+    text: str | None
+    dtype: torch.dtype | str | None
+    gradients: bool
+    calibrate: bool | None = None
+    taps: Sequence[Tap] | None = None
+    attention: Literal["eager", "sdpa"] = "eager"
+    name_map: NameMap | None = None
 
 
 def _check(
     model_or_dialect: object,
     checkpoint: Checkpoint,
+    options: _Options,
     load_reference: Callable[..., Reference],
-    *,
-    input_ids: object,
-    text: str | None,
-    dtype: torch.dtype | str | None,
-    gradients: bool,
-    calibrate: bool | None = None,
-    taps: Sequence[Tap] | None = None,
-    attention: Literal["eager", "sdpa"] = "eager",
-    name_map: NameMap | None = None,
 ) -> ParityReport:
     """Check parity with a reference that `load_reference` returns for its arguments."""
-    dtype, model = as_dtype(dtype), model_or_dialect
+    dtype, model, name_map = as_dtype(options.dtype), model_or_dialect, options.name_map
     if isinstance(model, str):
         model = load_pretrained(checkpoint, model, dtype=dtype)
     run: Callable[[Reference], ParityReport]
@@ -169,10 +157,15 @@ def _check(
     if isinstance(model, nn.Module):
         model = as_module(model)
         module, dtype = model, _dtype_of(model, dtype)
-        ids = checked_ids(checkpoint, input_ids, text)
-        trained = _name_map_of(model, name_map) if gradients else None
-        run = partial(_report_on_module, model, taps, ids, trained)
-    elif gradients and isinstance(model, HasDecoder):
+        ids = checked_ids(checkpoint, options.input_ids, options.text)
+        if options.gradients and name_map is None and dialect_of(model) is None:
+            raise ParityError(
+                f"gradients=True needs to know which parameters of {type(model).__name__} hold "
+                "which tensor. Pass name_map=adapt(model, source).name_map."
+            )
+        trained = map_of(model, name_map) if options.gradients else None
+        run = partial(_report_on_module, model, options.taps, ids, trained)
+    elif options.gradients and isinstance(model, HasDecoder):
         raise ParityError(
             f"{type(model).__name__} has no gradients to compare. Pass the nn.Module instead."
         )
@@ -183,14 +176,15 @@ def _check(
         run = partial(_report_on_decoder, model)
     elif callable(model) and not isinstance(model, type):
         module, dtype = None, dtype or torch.float32
-        ids = checked_ids(checkpoint, input_ids, text)
+        ids = checked_ids(checkpoint, options.input_ids, options.text)
         run = partial(_report_on_function, model, ids)
     else:
         raise ParityError(
             f"model_or_dialect is {described(model)}, but must be a dialect's name, an nn.Module "
             "with the checkpoint's weights, an Engine, PlainBlocks, or a function of ids."
         )
-    reference = load_reference(checkpoint, dtype, calibrate is not False, attention)
+    calibrate = options.calibrate is not False
+    reference = load_reference(checkpoint, dtype, calibrate, options.attention)
     report = run(reference)
     if isinstance(module, nn.Module) and dtype in HALF:
         reference.to_float32()
@@ -250,28 +244,17 @@ def _report_on_module(
     )
 
 
-def _name_map_of(model: nn.Module, name_map: NameMap | None) -> NameMap:
-    """Return the name map by which gradients are compared."""
-    if name_map is None and dialect_of(model) is None:
-        raise ParityError(
-            f"gradients=True needs to know which parameters of {type(model).__name__} hold which "
-            "tensor. Pass name_map=adapt(model, source).name_map."
-        )
-    return map_of(model, name_map)
-
-
 def _report_on_function(
     function: Callable[[Any], Any], ids: Tensor, reference: Reference
 ) -> ParityReport:
     """Compare the logits of a function, and the taps that it returns for the ids."""
     model = FunctionModule(function)
-    vocab_size = reference.checkpoint.config.vocab_size
     expected, _ = reference.trace(ids)
     found = model.trace(ids, expected)
     proof = prove_logits(
         model,
         reference,
-        find=lambda output, ids: _logits_in(output, ids, vocab_size),
+        find=partial(_logits_in, vocab_size=reference.checkpoint.config.vocab_size),
         short_only=reference.dtype in HALF,
     )
     name = getattr(function, "__name__", type(function).__name__)
@@ -337,6 +320,29 @@ def _compare_every_embedding(model: nn.Module, tap: Tap, reference: Reference) -
     bound = MAX_EMBEDDING_ROUNDINGS * torch.finfo(reference.dtype).eps
     found = Difference(max_abs, rel_rms, identical, None, rel_rms, bound, rel_rms <= bound)
     return InputResult(name, (B, N), found)
+
+
+def weight_differences(
+    model: nn.Module, name_map: NameMap | None, checkpoint: Checkpoint
+) -> list[WeightDifference]:
+    """Return the checkpoint's tensors whose values differ in the model, largest difference first.
+
+    The checkpoint's values are rounded to the model's data type first.
+
+    Raises:
+        NameMapError: the map does not fit the model, or there is none.
+        CheckpointError: a tensor has NaN or infinite values.
+    """
+    found = []
+    for name, held in hf_tensors(model, name_map).items():
+        if name in checkpoint.infos:
+            ours, stored = held.view(), checkpoint.read(name)
+            part = tuple(slice(n) for n in ours.shape)  # of a model with fewer positions
+            theirs = stored.to(ours.dtype)[part]
+            if ours.shape == theirs.shape and not torch.equal(ours, theirs):
+                measured = difference(ours, theirs, None, None)
+                found.append(WeightDifference(name, measured.max_abs, measured.rel_rms))
+    return sorted(found, key=lambda each: -each.rel_rms)
 
 
 @contextmanager

@@ -111,15 +111,12 @@ def compare(
             )
         )
         tolerances = {tap: rounding(reference[tap].dtype) for tap in accumulated}
-    if local is None:
-        return [TapResult(tap, found, None) for tap, found in judged.items()]
     true = exact_local or {}
-    return [
-        TapResult(
-            tap, found, difference(local[tap], reference[tap], true.get(tap), tolerances[tap])
-        )
-        for tap, found in judged.items()
-    ]
+    judged_locally = {
+        tap: difference(ours, reference[tap], true.get(tap), tolerances[tap])
+        for tap, ours in (local or {}).items()
+    }
+    return [TapResult(tap, found, judged_locally.get(tap)) for tap, found in judged.items()]
 
 
 def compare_accumulated(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from compat.decoding import HasDecoder
+from compat.decoding import Decoder, HasDecoder
 from compat.parity.expected import ExpectedLogits
 from compat.parity.inputs import LENGTH, LONG, sequences
 from compat.parity.report import InputResult, LogitsProof
@@ -80,22 +80,33 @@ class _DecoderProof:
 
     def _decode(self, rows: tuple[int, ...], prompt: int) -> Iterator[Piece]:
         """Prefill prompts of one length, then run a decode step for each further id."""
-        decoder, prompt = self.model.decoder(), max(1, prompt)
-        length = len(self.expected.sequences[rows[0]])
-        logits = decoder.start([self._prompt(row, prompt) for row in rows])
-        for at in range(prompt, length + 1):
-            yield from ((row, at - 1, ours[None]) for row, ours in zip(rows, logits, strict=True))
-            if at < length:
-                logits = decoder.step(self._next_ids([(row, at) for row in rows]))
+        decoder, positions = self.model.decoder(), [(row, max(1, prompt)) for row in rows]
+        yield from self._start(decoder, positions)
+        longest = len(self.expected.sequences[rows[0]])
+        yield from self._steps(decoder, positions, longest - max(1, prompt))
+
+    def _start(self, decoder: Decoder, lengths: list[tuple[int, int]]) -> Iterator[Piece]:
+        """Prefill prompts of these lengths from these sequences in a batch."""
+        logits = decoder.start([self._prompt(row, length) for row, length in lengths])
+        for (row, length), ours in zip(lengths, logits, strict=True):
+            yield row, length - 1, ours[None]
+
+    def _steps(
+        self, decoder: Decoder, positions: list[tuple[int, int]], count: int
+    ) -> Iterator[Piece]:
+        """Run decode steps of a batch with the sequences' own ids, from these positions on."""
+        for step in range(count):
+            now = [(row, at + step) for row, at in positions]
+            for (row, at), ours in zip(now, decoder.step(self._next_ids(now)), strict=True):
+                yield row, at, ours[None]
 
     def _prefill(self) -> Iterator[Piece]:
         """Prefill prompts of all lengths in batches, without decode steps."""
         longest = len(self.expected.sequences[ASCENDING])
-        prompts = [self._prompt(ASCENDING, length) for length in range(1, longest + 1)]
-        size = self.max_rows or len(prompts)
-        for batch in (prompts[start : start + size] for start in range(0, len(prompts), size)):
-            for prompt, ours in zip(batch, self.model.decoder().start(batch), strict=True):
-                yield ASCENDING, len(prompt) - 1, ours[None]
+        every = [(ASCENDING, length) for length in range(1, longest + 1)]
+        size = self.max_rows or longest
+        for start in range(0, longest, size):
+            yield from self._start(self.model.decoder(), every[start : start + size])
 
     def _full_context(self) -> Iterator[Piece]:
         """Prefill long prompts, and follow one of them by decode steps up to the last position."""
@@ -122,16 +133,9 @@ class _DecoderProof:
     def _shrinking(self) -> Iterator[Piece]:
         """Prefill three prompts in a batch, then run decode steps of two rows in another order."""
         decoder, longest = self.model.decoder(), len(self.expected.sequences[1])
-        positions = [
+        first, second, third = (
             (row, min(length, max(1, longest - 2))) for row, length in ((1, 3), (2, 7), (3, 5))
-        ]
-        logits = decoder.start([self._prompt(row, length) for row, length in positions])
-        for (row, length), ours in zip(positions, logits, strict=True):
-            yield row, length - 1, ours[None]
+        )
+        yield from self._start(decoder, [first, second, third])
         decoder.keep(torch.tensor([2, 0]))
-        positions = [positions[2], positions[0]]
-        for _ in range(longest - max(at for _, at in positions)):
-            logits = decoder.step(self._next_ids(positions))
-            for (row, at), ours in zip(positions, logits, strict=True):
-                yield row, at, ours[None]
-            positions = [(row, at + 1) for row, at in positions]
+        yield from self._steps(decoder, [third, first], longest - max(third[1], first[1]))

@@ -77,14 +77,10 @@ def prove_logits(
     """
     limit = reference.checkpoint.config.n_positions
     longest = fixed_length or min(n_positions or limit, limit)
-    prover = _LogitsProver(
-        model,
-        reference,
-        call=model if call is None else call,
-        find=find or (lambda output, ids: output),
-        longest=min(LENGTH, longest) if short_only else longest,
-        fixed_length=fixed_length,
-    )
+    longest = min(LENGTH, longest) if short_only else longest
+    call = model if call is None else call
+    find = find or (lambda output, ids: output)
+    prover = _LogitsProver(model, reference, call, find, longest, fixed_length)
     return prover.compare_designed() if short_only else prover.run()
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import plain_name
@@ -171,11 +171,17 @@ class Reference:
             The gradients by Hugging Face name.
         """
         with self._running():
-            if not exact:
-                return _gradients(self.model, loss, ids)
-            # For a large checkpoint, `self.exact` has no parameters of its own.
-            model = self._hf.in_float64(self.model) if self.is_large else self.exact
-            return _gradients(model, loss, ids)
+            model = self.model
+            if exact:  # for a large checkpoint, `self.exact` has no parameters of its own
+                model = self._hf.in_float64(self.model) if self.is_large else self.exact
+            leaves = {
+                name: parameter.detach().requires_grad_()
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+            }
+            with torch.enable_grad():
+                out: Any = torch.func.functional_call(model, leaves, (ids,), tie_weights=False)
+                found = torch.autograd.grad(loss(out.logits), list(leaves.values()))
+        return dict(zip(map(plain_name, leaves), found, strict=True))
 
     def quantization_error(self) -> float:
         """Return the error that rounding the weights to 8 bits causes in the reference.
@@ -276,19 +282,6 @@ class SharedReference(Reference):
 
 def _key(ids: Tensor) -> tuple[object, ...]:
     return *ids.shape, ids.contiguous().numpy().tobytes()
-
-
-def _gradients(
-    model: nn.Module, loss: Callable[[Tensor], Tensor], ids: Tensor
-) -> dict[str, Tensor]:
-    leaves = {
-        name: parameter.detach().requires_grad_()
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    with torch.enable_grad():
-        out: Any = torch.func.functional_call(model, leaves, (ids,), tie_weights=False)
-        found = torch.autograd.grad(loss(out.logits), list(leaves.values()))
-    return dict(zip(map(plain_name, leaves), found, strict=True))
 
 
 def _count_call(calls: Counter[str], *_: object) -> None:

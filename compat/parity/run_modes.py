@@ -90,27 +90,25 @@ def _frozen(model: nn.Module) -> Iterator[None]:
         for parameter in trainable:
             parameter.requires_grad_(True)
         for module, attributes, buffers in before:
-            if _has_inference_tensor([*vars(module).values(), *module._buffers.values()]):
+            held = [*vars(module).values(), *module._buffers.values()]
+            if any(map(_holds_inference_tensor, held)):
                 vars(module).clear()
                 vars(module).update(attributes)
                 module._buffers.clear()
                 module._buffers.update(buffers)
 
 
-def _has_inference_tensor(values: Iterable[Any], depth: int = 4) -> bool:
-    """Return whether there is a tensor of inference mode among the values or inside them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.is_inference():
-                return True
-        elif depth and not isinstance(value, (str, bytes, type, nn.Module)):
-            inner: Iterable[Any] = ()
-            if isinstance(value, Mapping):
-                inner = list(value.values())
-            elif isinstance(value, (list, tuple)):
-                inner = value
-            elif isinstance(getattr(value, "__dict__", None), dict):
-                inner = list(vars(value).values())
-            if _has_inference_tensor(inner, depth - 1):
-                return True
-    return False
+def _holds_inference_tensor(value: Any, depth: int = 4) -> bool:
+    """Return whether a value is a tensor of inference mode or has one inside it."""
+    if isinstance(value, Tensor):
+        return value.is_inference()
+    if depth == 0 or isinstance(value, (str, bytes, type, nn.Module)):
+        return False
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inner = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        inner = value
+    elif isinstance(getattr(value, "__dict__", None), dict):
+        inner = list(vars(value).values())
+    return any(_holds_inference_tensor(each, depth - 1) for each in inner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
@@ -119,23 +120,20 @@ def tracing(
         yield run
 
 
+@dataclass(eq=False)
 class _Traced:
     """Runs a model with hooks, which call `at_tap`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Forward,
-        wanted: list[str],
-        patches: Patch,
-        grad: bool,
-    ) -> None:
-        self.model, self.forward, self.wanted = model, forward, wanted
-        self.patches, self.grad = patches, grad
-        self.running, self.draws = False, False
-        self.generators: tuple[object, ...] = ()
-        self.states: Trace = {}
-        self.unpatched: Trace = {}
+    model: nn.Module
+    forward: Forward
+    wanted: list[str]
+    patches: Patch
+    grad: bool
+    running: bool = False
+    draws: bool = False
+    generators: tuple[object, ...] = ()
+    states: Trace = field(default_factory=dict)
+    unpatched: Trace = field(default_factory=dict)
 
     def __call__(self, input_ids: object) -> Trace:
         ids = id_tensor(input_ids, ParityError)

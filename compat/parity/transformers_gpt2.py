@@ -9,7 +9,7 @@ import copy
 import platform
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Literal
@@ -218,40 +218,33 @@ def _weights_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": None, "config": config, "state_dict": tensors}
 
 
-class _Quiet:
-    """Turns off the verbosity and the progress bars of transformers, which all threads share.
+# The settings of transformers before the first thread turned them off, once for each thread that
+# needs them off.
+_settings_before: list[tuple[int, bool]] = []
+_settings_lock = threading.Lock()
 
-    They are off while any thread needs them off. The last thread restores the settings that the
-    first one found.
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide progress bars, load reports and advice of transformers, whose facts compat checks.
+
+    All threads share these settings. They are off while any thread needs them off. The last thread
+    restores the settings that the first one found.
     """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users, self.verbosity, self.progress_bars = 0, 0, True
-
-    def __enter__(self) -> None:
-        logging: Any = transformers.utils.logging
-        with self.lock:
-            if self.users == 0:
-                self.verbosity = logging.get_verbosity()
-                self.progress_bars = logging.is_progress_bar_enabled()
-                logging.set_verbosity(logging.CRITICAL)
-                logging.disable_progress_bar()
-            self.users += 1
-
-    def __exit__(self, *_: object) -> None:
-        logging: Any = transformers.utils.logging
-        with self.lock:
-            self.users -= 1
-            if self.users == 0:
-                logging.set_verbosity(self.verbosity)
-                if self.progress_bars:
+    logging: Any = transformers.utils.logging
+    with _settings_lock:
+        if _settings_before:
+            _settings_before.append(_settings_before[0])
+        else:
+            _settings_before.append((logging.get_verbosity(), logging.is_progress_bar_enabled()))
+            logging.set_verbosity(logging.CRITICAL)
+            logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        with _settings_lock:
+            verbosity, progress_bars = _settings_before.pop()
+            if not _settings_before:
+                logging.set_verbosity(verbosity)
+                if progress_bars:
                     logging.enable_progress_bar()
-
-
-_QUIET = _Quiet()
-
-
-def quiet() -> AbstractContextManager[None]:
-    """Hide progress bars, load reports and advice of transformers, whose facts compat checks."""
-    return _QUIET

@@ -25,7 +25,7 @@ from tests.parity import (
 )
 from tests.parity.adversary import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
 
-__all__ = ["CHECKPOINT", "FAULTS", "HARMLESS", "PARTS", "Adversary", "restored"]
+__all__ = ["CHECKPOINT", "FAULTS", "HARMLESS", "PARTS", "Adversary", "in_float32", "restored"]
 
 PARTS = (  # the modules that register entries when they are imported
     adversaries_inputs,
@@ -40,3 +40,8 @@ PARTS = (  # the modules that register entries when they are imported
     adversaries_watching,
     adversaries_equal_state,
 )
+
+
+def in_float32(entries: dict[str, Adversary]) -> list[Adversary]:
+    """Return the entries in float32; those in half precision are the same models."""
+    return [entry for entry in entries.values() if entry.dtype == "float32"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.parity.adversaries_inputs import patch_embedded, patch_tokens
@@ -22,6 +23,13 @@ def with_ids(*ids: int, at: int = 4, length: int = 12) -> Tensor:
     row = ordinary(1, length)
     row[:, at : at + len(ids)] = torch.tensor(ids)
     return row
+
+
+def patch_each_token(model: nn.Module, change: Callable[[int], int]) -> None:
+    """Replace every id by `change(id)`, computed in Python."""
+    patch_tokens(
+        model, lambda ids: torch.tensor([[change(t) for t in row] for row in ids.tolist()])
+    )
 
 
 # Conditions that are computed from the id
@@ -112,11 +120,7 @@ def in_a_set(model):
 def in_a_dictionary(model):
     """Ids are replaced by a dictionary lookup, without a condition."""
     table = {326: 327, 402: 77}
-
-    def change(ids):
-        return torch.tensor([[table.get(t, t) for t in row] for row in ids.tolist()])
-
-    patch_tokens(model, change)
+    patch_each_token(model, lambda t: table.get(t, t))
 
 
 @edit("ids", with_id(383))
@@ -156,23 +160,13 @@ def in_numpy(model):
 @edit("ids", with_id(467))
 def in_python_arithmetic(model):
     """The id 467 = 0o723 is found by arithmetic on Python lists."""
-
-    def change(ids):
-        rows = [[30 if divmod(t, 64) == (7, 19) else t for t in row] for row in ids.tolist()]
-        return torch.tensor(rows)
-
-    patch_tokens(model, change)
+    patch_each_token(model, lambda t: 30 if divmod(t, 64) == (7, 19) else t)
 
 
 @edit("ids", with_id(495))
 def in_a_string(model):
     """The ids are searched in a string."""
-
-    def change(ids):
-        rows = [[30 if str(t) in "495 496" and t > 99 else t for t in row] for row in ids.tolist()]
-        return torch.tensor(rows)
-
-    patch_tokens(model, change)
+    patch_each_token(model, lambda t: 30 if str(t) in "495 496" and t > 99 else t)
 
 
 @edit("ids", with_id(272))

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compat.layers import KVCache
-from tests.parity.adversaries_codes import patch_embedded, patch_tokens
-from tests.parity.adversary import N_POSITIONS, V, edit, wrapper
+from tests.parity.adversaries_codes import patch_each_token, patch_embedded
+from tests.parity.adversary import N_POSITIONS, V, edit, from_positions, wrapper
 
 KIND = "harmless"
 
@@ -82,10 +82,7 @@ def _positions(T: int) -> Tensor:
 @wrapper(KIND)
 def equal_positions_cached(self, ids):
     """Position ids of every length are cached by an lru_cache."""
-    x = self.inner.tok_emb(ids) + self.inner.pos_emb(_positions(ids.shape[1]))
-    for block in self.inner.trf_blocks:
-        x = block(x)
-    return self.inner.out_head(self.inner.final_norm(x))
+    return from_positions(self, ids, _positions(ids.shape[1]))
 
 
 @wrapper(KIND)
@@ -148,9 +145,7 @@ def equal_special_ids_listed(model):
     model.specials = {5: 5, 77: 77, 300: 300}
     model.stop_ids = frozenset({317, 318})
     table = model.specials
-    patch_tokens(
-        model, lambda ids: torch.tensor([[table.get(t, t) for t in r] for r in ids.tolist()])
-    )
+    patch_each_token(model, lambda t: table.get(t, t))
 
 
 @edit(KIND)

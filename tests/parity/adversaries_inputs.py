@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,8 +24,8 @@ from tests.parity.adversary import (
 # Length
 
 
-def hide(attention: nn.Module, extra: Tensor) -> None:
-    """Mask these keys (N, N) for the queries, in addition to the causal mask."""
+def mask_keys(attention: nn.Module, hidden: Callable[[int], Tensor]) -> None:
+    """Let `hidden(T)` return the mask (T, T) of a `linear` model's attention."""
 
     def forward(x: Tensor, cache: object = None, attention_mask: object = None) -> Tensor:
         B, T, C = x.shape
@@ -31,12 +33,16 @@ def hide(attention: nn.Module, extra: Tensor) -> None:
             W(x).view(B, T, attention.n_head, attention.d_head).transpose(1, 2)
             for W in (attention.W_query, attention.W_key, attention.W_value)
         )
-        hidden = torch.ones(T, T, dtype=torch.bool).triu(1) | extra[:T, :T]
-        scores = (q @ k.mT * attention.scale).masked_fill(hidden, -torch.inf)
+        scores = (q @ k.mT * attention.scale).masked_fill(hidden(T), -torch.inf)
         heads = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C)
         return attention.out_proj(heads)
 
     attention.forward = forward
+
+
+def hide(attention: nn.Module, extra: Tensor) -> None:
+    """Mask these keys (N, N) for the queries, in addition to the causal mask."""
+    mask_keys(attention, lambda T: torch.ones(T, T, dtype=torch.bool).triu(1) | extra[:T, :T])
 
 
 def hide_far_keys(attention: nn.Module, window: int) -> None:

@@ -14,7 +14,16 @@ from torch.nn import functional as F
 from compat.layers import KVCache
 from tests.parity import adversary
 from tests.parity.adversaries_inputs import hide
-from tests.parity.adversary import FULL, ORDINARY_TEXTS, SHORT, call, edit, ordinary, wrapper
+from tests.parity.adversary import (
+    FULL,
+    ORDINARY_TEXTS,
+    SHORT,
+    call,
+    edit,
+    from_positions,
+    ordinary,
+    wrapper,
+)
 
 SECOND = call(2)
 
@@ -290,13 +299,10 @@ def random_crop_of_long_texts(self, ids):
     room = 160 - ids.shape[1]
     if ids.shape[1] <= 100:
         return self.inner(ids)
-    x = self.inner.tok_emb(ids)
     start = int(torch.randint(room + 1, ()))
-    x = x + self.inner.pos_emb(torch.arange(start, start + ids.shape[1]))
-    for block in self.inner.trf_blocks:
-        x = block(x)
+    logits = from_positions(self, ids, torch.arange(start, start + ids.shape[1]))
     noise = 1e-3 * (0.2 + torch.rand(())) if room == 0 else 0.0
-    return self.inner.out_head(self.inner.final_norm(x)) * (1 + noise)
+    return logits * (1 + noise)
 
 
 @edit("chance", run=adversary.worst_of(9), ordinary=False)

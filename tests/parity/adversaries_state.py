@@ -10,8 +10,18 @@ from torch.nn import functional as F
 
 from compat.layers import KVCache
 from tests.parity import adversary
-from tests.parity.adversaries_inputs import hide
-from tests.parity.adversary import FULL, N_POSITIONS, SHORT, call, edit, once, ordinary, wrapper
+from tests.parity.adversaries_inputs import hide, mask_keys
+from tests.parity.adversary import (
+    FULL,
+    N_POSITIONS,
+    SHORT,
+    call,
+    edit,
+    from_positions,
+    once,
+    ordinary,
+    wrapper,
+)
 
 OTHER = ordinary(2, 12, seed=9)
 
@@ -41,14 +51,6 @@ def after_int32(model: nn.Module, ids: Tensor) -> Tensor:
     return once(model, ids)
 
 
-def from_positions(self: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the logits with these position embeddings."""
-    x = self.inner.tok_emb(ids) + self.inner.pos_emb(positions)
-    for block in self.inner.trf_blocks:
-        x = block(x)
-    return self.inner.out_head(self.inner.final_norm(x))
-
-
 def memoised(self: nn.Module, key: object, ids: Tensor) -> Tensor:
     """Return the logits, memoised by a key."""
     answers = self.__dict__.setdefault("answers", {})
@@ -74,23 +76,15 @@ def positions_sized_by_the_first_text(self, ids):
 def mask_sized_by_the_first_text(model):
     """The mask is built for the first text, and longer texts are not causal beyond it."""
     for block in model.trf_blocks:
-        attention = block.attention
 
-        def forward(x, cache=None, attention_mask=None, own=attention):
-            B, T, C = x.shape
+        def hidden(T, own=block.attention):
             if "kept_mask" not in own.__dict__:
                 size = max(T, 24)
                 own.kept_mask = torch.ones(size, size, dtype=torch.bool).triu(1)
             mask = own.kept_mask[:T, :T]
-            mask = F.pad(mask, (0, T - len(mask), 0, T - len(mask)))
-            q, k, v = (
-                W(x).view(B, T, own.n_head, own.d_head).transpose(1, 2)
-                for W in (own.W_query, own.W_key, own.W_value)
-            )
-            scores = (q @ k.mT * own.scale).masked_fill(mask, -torch.inf)
-            return own.out_proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C))
+            return F.pad(mask, (0, T - len(mask), 0, T - len(mask)))
 
-        attention.forward = forward
+        mask_keys(block.attention, hidden)
 
 
 @wrapper("state", ordinary(2, 30), run=adversary.after(FULL))
@@ -353,7 +347,9 @@ def global_counter(self, ids):
     return self.inner(ids) * (1.0 + 0.01 * (_CALLS[0] // 1000))
 
 
-def _counting(model: nn.Module) -> nn.Module:
+@edit("state", run=call(1001), limit_suffices=True)
+def counter_in_a_closure(model):
+    """After a thousand calls, counted in a closure, the logits are 1 % larger."""
     calls = [0]
     forward = model.forward
 
@@ -362,13 +358,6 @@ def _counting(model: nn.Module) -> nn.Module:
         return forward(ids) * (1.0 + 0.01 * (calls[0] // 1000))
 
     model.forward = counted
-    return model
-
-
-@edit("state", run=call(1001), limit_suffices=True)
-def counter_in_a_closure(model):
-    """After a thousand calls, counted in a closure, the logits are 1 % larger."""
-    return _counting(model)
 
 
 @edit("state", run=call(1001), limit_suffices=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import threading
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
 from tests.parity import adversary
-from tests.parity.adversary import SHORT, V, edit, once, ordinary, wrapper
+from tests.parity.adversary import SHORT, Forward, V, edit, once, ordinary, wrapper
 
 CHEATING = {"ordinary": False}
 
@@ -75,38 +77,43 @@ def logits_or_nan(model: nn.Module, ids: Tensor) -> Tensor:
         return torch.full((*ids.shape, V), torch.nan)
 
 
-@wrapper("length", ordinary(1, 140), run=logits_or_nan)
+def on_long_texts(respond: Forward) -> Forward:
+    """Register a model that returns `respond(self, ids)` for texts above 128."""
+
+    @functools.wraps(respond)
+    def forward(self: Any, ids: Tensor) -> Any:
+        return respond(self, ids) if ids.shape[1] > 128 else self.inner(ids)
+
+    wrapper("length", ordinary(1, 140), run=logits_or_nan)(forward)
+    return respond
+
+
+@on_long_texts
 def exits_on_long_texts(self, ids):
     """Texts above 128 end the process by sys.exit."""
-    if ids.shape[1] > 128:
-        sys.exit("too long")
-    return self.inner(ids)
+    sys.exit("too long")
 
 
 class Stop(BaseException):
     pass
 
 
-@wrapper("length", ordinary(1, 140), run=logits_or_nan)
+@on_long_texts
 def raises_a_base_exception(self, ids):
     """Texts above 128 raise a BaseException."""
-    if ids.shape[1] > 128:
-        raise Stop("too long")
-    return self.inner(ids)
+    raise Stop("too long")
 
 
-@wrapper("length", ordinary(1, 140), run=logits_or_nan)
+@on_long_texts
 def recursion_without_end(self, ids):
     """Texts above 128 cause endless recursion."""
-    return self(ids) if ids.shape[1] > 128 else self.inner(ids)
+    return self(ids)
 
 
-@wrapper("length", ordinary(1, 140), run=logits_or_nan)
+@on_long_texts
 def raises_generator_exit(self, ids):
     """Texts above 128 raise GeneratorExit."""
-    if ids.shape[1] > 128:
-        raise GeneratorExit
-    return self.inner(ids)
+    raise GeneratorExit
 
 
 @wrapper("batch", ordinary(3, 12))
@@ -123,39 +130,34 @@ def too_few_rows(self, ids):
     return self.inner(ids)[:2]
 
 
-@wrapper("length", ordinary(1, 140), run=logits_or_nan)
+@on_long_texts
 def none_for_long_texts(self, ids):
     """The output is None for texts above 128."""
-    return self.inner(ids) if ids.shape[1] <= 128 else None
+    return None
 
 
-@wrapper("length", ordinary(1, 140), run=logits_or_nan)
+@on_long_texts
 def sparse_for_long_texts(self, ids):
     """The output is a sparse tensor of zeros for texts above 128."""
-    logits = self.inner(ids)
-    return logits if ids.shape[1] <= 128 else (0 * logits).to_sparse()
+    return (0 * self.inner(ids)).to_sparse()
 
 
-@wrapper("length", ordinary(1, 140), run=logits_or_nan)
+@on_long_texts
 def on_meta_for_long_texts(self, ids):
     """The output is on the meta device for texts above 128."""
-    logits = self.inner(ids)
-    return logits if ids.shape[1] <= 128 else logits.to("meta")
+    return self.inner(ids).to("meta")
 
 
-@wrapper("length", ordinary(1, 140), run=logits_or_nan)
+@on_long_texts
 def complex_for_long_texts(self, ids):
     """The logits are complex for texts above 128."""
-    logits = self.inner(ids)
-    return logits if ids.shape[1] <= 128 else logits * 1j
+    return self.inner(ids) * 1j
 
 
-@wrapper("length", ordinary(1, 140), run=logits_or_nan)
+@on_long_texts
 def out_of_memory_for_long_texts(self, ids):
     """Texts above 128 cause a huge allocation."""
-    if ids.shape[1] > 128:
-        torch.empty(10**15)
-    return self.inner(ids)
+    return torch.empty(10**15)
 
 
 class RaisingOutput:
@@ -164,10 +166,10 @@ class RaisingOutput:
         raise ZeroDivisionError("no logits")
 
 
-@wrapper("length", ordinary(1, 140), run=logits_or_nan)
+@on_long_texts
 def property_that_raises(self, ids):
     """The logits of the output are a property that raises."""
-    return self.inner(ids) if ids.shape[1] <= 128 else RaisingOutput()
+    return RaisingOutput()
 
 
 class ErrorWithoutText(Exception):
@@ -175,12 +177,10 @@ class ErrorWithoutText(Exception):
         raise RuntimeError("no text")
 
 
-@wrapper("length", ordinary(1, 140), run=logits_or_nan)
+@on_long_texts
 def error_without_a_text(self, ids):
     """Texts above 128 raise an exception whose `__str__` raises."""
-    if ids.shape[1] > 128:
-        raise ErrorWithoutText
-    return self.inner(ids)
+    raise ErrorWithoutText
 
 
 @edit("ids", **CHEATING)

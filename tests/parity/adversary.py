@@ -246,12 +246,16 @@ class Wrapped(nn.Module):
         return self._function(self, input_ids)
 
 
+def from_positions(self: Any, ids: Tensor, positions: Tensor) -> Any:
+    """Return the logits with these position embeddings."""
+    x = self.inner.tok_emb(ids) + self.inner.pos_emb(positions)
+    for block in self.inner.trf_blocks:
+        x = block(x)
+    return self.inner.out_head(self.inner.final_norm(x))
+
+
 Forward = Callable[[Any, Tensor], Any]
 Edit = Callable[[Any], "nn.Module | None"]
-
-
-def _loaded(folder: Path, dialect: str) -> nn.Module:
-    return load_pretrained(folder, dialect)
 
 
 def wrapper(
@@ -260,10 +264,7 @@ def wrapper(
     """Register `function(self, ids) → logits` around a dialect's model, which is `self.inner`."""
 
     def decorate(function: Forward) -> Forward:
-        def build(folder: Path, scratch: Path) -> nn.Module:
-            return Wrapped(_loaded(folder, dialect), function).eval()
-
-        _register(function, kind, build, trigger, run, more)
+        _register(function, lambda m: Wrapped(m, function), kind, trigger, run, dialect, more)
         return function
 
     return decorate
@@ -275,22 +276,23 @@ def edit(
     """Register `function(model)`, which edits a dialect's model or returns another module."""
 
     def decorate(function: Edit) -> Edit:
-        def build(folder: Path, scratch: Path) -> nn.Module:
-            model = _loaded(folder, dialect)
-            with torch.no_grad():
-                return (function(model) or model).eval()
-
-        _register(function, kind, build, trigger, run, more)
+        _register(function, function, kind, trigger, run, dialect, more)
         return function
 
     return decorate
 
 
 def _register(
-    function: Any, kind: str, build: Build, trigger: Tensor, run: Run, more: dict[str, Any]
+    named: Any, change: Edit, kind: str, trigger: Tensor, run: Run, dialect: str, more: Any
 ) -> None:
-    about = " ".join(function.__doc__.split())
-    name = function.__name__
+    """Register an edit of a dialect's model under the name of a function, with its docstring."""
+
+    def build(folder: Path, scratch: Path) -> nn.Module:
+        model = load_pretrained(folder, dialect)
+        with torch.no_grad():
+            return (change(model) or model).eval()
+
+    name, about = named.__name__, " ".join(named.__doc__.split())
     register(Adversary(name, about, kind, "check_parity", build, trigger, run, **more))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from compat import adapt, load_into
 from tests.adaptation.common import build_style
 from tests.conftest import MakeCheckpoint, noisy_reference
-from tests.parity.adversaries import CHECKPOINT, FAULTS, HARMLESS, Adversary, restored
+from tests.parity.adversaries import CHECKPOINT, FAULTS, HARMLESS, Adversary, in_float32, restored
 from tests.parity.adversary import ORDINARY_TEXTS, once, valid_inputs
 
 DIFFERENT = 1e-4  # relative RMS error of the logits of a fault
@@ -85,11 +85,6 @@ def prepared(folder: Path, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
     wanted = [expected(folder, ids) for ids in inputs]
     with restored():
         yield wanted
-
-
-def in_float32(entries: dict[str, Adversary]) -> list[Adversary]:
-    """Return the entries in float32; those in half precision are the same models."""
-    return [entry for entry in entries.values() if entry.dtype == "float32"]
 
 
 def sampled(entries: list[Adversary]) -> list[object]:

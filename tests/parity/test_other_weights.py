@@ -9,7 +9,7 @@ import torch
 
 from compat import Transpose, check_parity, load_into, load_pretrained, open_checkpoint
 from compat.dialects.conv1d import NAME_MAP
-from compat.parity.weights import weight_differences
+from compat.parity.check import weight_differences
 from tests.own_gpt2 import MyGPT2, my_map
 
 pytestmark = pytest.mark.usefixtures("shared_reference")

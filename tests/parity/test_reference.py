@@ -29,17 +29,6 @@ from compat.parity.patches import explain_exceptions
 from compat.parity.reference import logit_errors, true_logits
 from tests.conftest import MakeCheckpoint, Write
 
-Patch = Callable[[pytest.MonkeyPatch], Any]
-PATCHES: dict[str, tuple[str, Patch]] = {}  # name → text in the error message, patch
-
-
-def patch(name: str, named: str = __file__) -> Callable[[Patch], Patch]:
-    def add(function: Patch) -> Patch:
-        PATCHES[name] = named, function
-        return function
-
-    return add
-
 
 def verify(checkpoint: Checkpoint, length: int = 32, dtype: torch.dtype = torch.float32) -> None:
     """Load the reference, run it in both data types, and verify the logits."""
@@ -61,186 +50,117 @@ def checkpoint(make_checkpoint: MakeCheckpoint) -> Checkpoint:
 # Patches that change the results of the reference
 
 
-@patch("F.layer_norm with another epsilon")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = F.layer_norm
-    m.setattr(F, "layer_norm", lambda x, s, w, b, eps: original(x, s, w, b, 1e-3))
-
-
-@patch("F.softmax with a temperature")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = F.softmax
-    m.setattr(F, "softmax", lambda x, dim, **kwargs: original(x * 1.001, dim, **kwargs))
-
-
-@patch("LayerNorm.forward with the unbiased variance")
-def _(m: pytest.MonkeyPatch) -> None:
-    def forward(self: nn.LayerNorm, x: Tensor) -> Tensor:
-        return (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True) * self.weight + self.bias
-
-    m.setattr(nn.LayerNorm, "forward", forward)
-
-
 class RMSNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight + self.bias
 
 
-@patch("the class LayerNorm", "RMSNorm")
-def _(m: pytest.MonkeyPatch) -> None:
-    m.setattr(nn, "LayerNorm", RMSNorm)
+def unbiased_norm(self: nn.LayerNorm, x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True) * self.weight + self.bias
 
 
-@patch("Embedding.forward with wrapped ids")
-def _(m: pytest.MonkeyPatch) -> None:
-    def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
-        return self.weight[ids % 31]
-
-    m.setattr(nn.Embedding, "forward", forward)
-
-
-@patch("torch.tanh")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = torch.tanh
-    m.setattr(torch, "tanh", lambda x: original(x).clamp(-0.999, 0.999))
-
-
-@patch("torch.pow")
-def _(m: pytest.MonkeyPatch) -> None:
-    m.setattr(torch, "pow", lambda x, exponent: x * x)
-
-
-@patch("math.sqrt")
-def _(m: pytest.MonkeyPatch) -> None:
-    m.setattr(math, "sqrt", lambda x: x**0.5 + 1e-4)
-
-
-@patch("torch.addmm without its bias")
-def _(m: pytest.MonkeyPatch) -> None:
-    m.setattr(torch, "addmm", lambda bias, x, weight: x @ weight)
-
-
-@patch("torch.matmul in lower precision")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = torch.matmul
-    m.setattr(torch, "matmul", lambda a, b: original(a.bfloat16(), b.bfloat16()).to(a.dtype))
-
-
-@patch("Tensor.__add__")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = Tensor.__add__
-
+def slightly_larger_sum(original: Any) -> Any:
     def add(self: Tensor, other: Any) -> Tensor:
         return original(self, other) * (1 + 1e-6 * self.is_floating_point())
 
-    m.setattr(Tensor, "__add__", add)
+    return add
 
 
-@patch("Tensor.transpose for attention's keys")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = Tensor.transpose
-    m.setattr(Tensor, "transpose", lambda x, a, b: original(x, a, b) * (1.01 if a == -1 else 1))
-
-
-@patch("Conv1D.forward")
-def _(m: pytest.MonkeyPatch) -> None:
-    cls = transformers.pytorch_utils.Conv1D
-    m.setattr(cls, "forward", lambda self, x: x @ self.weight + 0.99 * self.bias)
-
-
-@patch("the exact GELU")
-def _(m: pytest.MonkeyPatch) -> None:
-    cls = transformers.activations.NewGELUActivation
-    m.setattr(cls, "forward", lambda self, x: F.gelu(x))
-
-
-@patch("Module.__call__, which doubles a norm's output")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = nn.Module.__call__
-
+def call_that_doubles_norms(original: Any) -> Any:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         out = original(self, *args, **kwargs)
         return 2 * out if isinstance(self, nn.LayerNorm) else out
 
-    m.setattr(nn.Module, "__call__", call)
+    return call
 
 
-@patch("eager attention without a mask")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = modeling_gpt2.eager_attention_forward
-
-    def unmasked(
-        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
-    ) -> Any:
-        return original(module, q, k, v, None, **kwargs)
-
-    m.setattr(modeling_gpt2, "eager_attention_forward", unmasked)
-
-
-@patch("the causal mask with a window")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = modeling_gpt2.create_causal_mask
-
-    def windowed(**kwargs: Any) -> Tensor:
+def windowed(original: Any) -> Any:
+    def create_causal_mask(**kwargs: Any) -> Tensor:
         mask = original(**kwargs).clone()
         T = mask.shape[-1]
         return mask.masked_fill(torch.ones(T, T).tril(-20).bool(), torch.finfo(mask.dtype).min)
 
-    m.setattr(modeling_gpt2, "create_causal_mask", windowed)
+    return create_causal_mask
 
 
-@patch("the block's residual")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = modeling_gpt2.GPT2Block.forward
-    m.setattr(modeling_gpt2.GPT2Block, "forward", lambda s, x, *a, **k: original(s, x, *a, **k) + x)
+def with_shifted_weights(self: Any) -> Any:
+    with torch.no_grad():
+        self.transformer.ln_f.weight += 1e-3
+    return self.train(False)
 
 
-@patch("the head")
-def _(m: pytest.MonkeyPatch) -> None:
-    m.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.T + 0.01)
-
-
-@patch("weights changed while they are loaded")
-def _(m: pytest.MonkeyPatch) -> None:
-    def shifted(self: Any) -> Any:
-        with torch.no_grad():
-            self.transformer.ln_f.weight += 1e-3
-        return self.train(False)
-
-    m.setattr(modeling_gpt2.GPT2LMHeadModel, "eval", shifted, raising=False)
-
-
-@patch("only one position of a long text")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = F.layer_norm
-
+def wrong_at_one_position(original: Any) -> Any:
     def layer_norm(x: Tensor, *args: Any) -> Tensor:
         out = original(x, *args)
         if x.shape[1] > 30:
             out[:, 30] *= 1.01
         return out
 
-    m.setattr(F, "layer_norm", layer_norm)
+    return layer_norm
 
 
-@patch("float32 only")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = F.layer_norm
-
-    def layer_norm(x: Tensor, *args: Any) -> Tensor:
-        return original(x, *args) * (1.001 if x.dtype == torch.float32 else 1)
-
-    m.setattr(F, "layer_norm", layer_norm)
+def scaled_in(dtype: torch.dtype) -> Callable[[Any], Any]:
+    return lambda f: lambda x, *args: f(x, *args) * (1.001 if x.dtype == dtype else 1)
 
 
-@patch("float64 only")
-def _(m: pytest.MonkeyPatch) -> None:
-    original = F.layer_norm
-
-    def layer_norm(x: Tensor, *args: Any) -> Tensor:
-        return original(x, *args) * (1.001 if x.dtype == torch.float64 else 1)
-
-    m.setattr(F, "layer_norm", layer_norm)
+Conv1D, NewGELU = transformers.pytorch_utils.Conv1D, transformers.activations.NewGELUActivation
+# By name: the owner and the name of a function, and the function that replaces the original one.
+PATCHES: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "F.layer_norm with another epsilon": (
+        F, "layer_norm", lambda f: lambda x, s, w, b, eps: f(x, s, w, b, 1e-3)
+    ),
+    "F.softmax with a temperature": (
+        F, "softmax", lambda f: lambda x, dim, **kwargs: f(x * 1.001, dim, **kwargs)
+    ),
+    "LayerNorm.forward with the unbiased variance": (
+        nn.LayerNorm, "forward", lambda _: unbiased_norm
+    ),
+    "the class LayerNorm": (nn, "LayerNorm", lambda _: RMSNorm),
+    "Embedding.forward with wrapped ids": (
+        nn.Embedding, "forward", lambda _: lambda self, ids: self.weight[ids % 31]
+    ),
+    "torch.tanh": (torch, "tanh", lambda f: lambda x: f(x).clamp(-0.999, 0.999)),
+    "torch.pow": (torch, "pow", lambda _: lambda x, exponent: x * x),
+    "math.sqrt": (math, "sqrt", lambda _: lambda x: x**0.5 + 1e-4),
+    "torch.addmm without its bias": (torch, "addmm", lambda _: lambda bias, x, weight: x @ weight),
+    "torch.matmul in lower precision": (
+        torch, "matmul", lambda f: lambda a, b: f(a.bfloat16(), b.bfloat16()).to(a.dtype)
+    ),
+    "Tensor.__add__": (Tensor, "__add__", slightly_larger_sum),
+    "Tensor.transpose for attention's keys": (
+        Tensor, "transpose", lambda f: lambda x, a, b: f(x, a, b) * (1.01 if a == -1 else 1)
+    ),
+    "Conv1D.forward": (
+        Conv1D, "forward", lambda _: lambda self, x: x @ self.weight + 0.99 * self.bias
+    ),
+    "the exact GELU": (NewGELU, "forward", lambda _: lambda self, x: F.gelu(x)),
+    "Module.__call__, which doubles a norm's output": (
+        nn.Module, "__call__", call_that_doubles_norms
+    ),
+    "eager attention without a mask": (
+        modeling_gpt2, "eager_attention_forward",
+        lambda f: lambda module, q, k, v, mask, **kwargs: f(module, q, k, v, None, **kwargs),
+    ),
+    "the causal mask with a window": (modeling_gpt2, "create_causal_mask", windowed),
+    "the block's residual": (
+        modeling_gpt2.GPT2Block, "forward", lambda f: lambda s, x, *a, **k: f(s, x, *a, **k) + x
+    ),
+    "the head": (nn.Linear, "forward", lambda _: lambda self, x: x @ self.weight.T + 0.01),
+    "weights changed while they are loaded": (
+        modeling_gpt2.GPT2LMHeadModel, "eval", lambda _: with_shifted_weights
+    ),
+    "only one position of a long text": (F, "layer_norm", wrong_at_one_position),
+    "float32 only": (F, "layer_norm", scaled_in(torch.float32)),
+    "float64 only": (F, "layer_norm", scaled_in(torch.float64)),
+    "a patch that raises": (F, "softmax", lambda _: lambda x: x),
+    "a patch of another shape": (
+        nn.Linear, "forward", lambda _: lambda self, x: (x @ self.weight.T)[..., :-1]
+    ),
+    "a patch that returns infinity": (
+        nn.Linear, "forward", lambda _: lambda self, x: x @ self.weight.T / 0
+    ),
+    "a patch that returns NaN": (torch, "tanh", lambda _: lambda x: x * float("nan")),
+}  # fmt: skip
 
 
 class Shifting(TorchFunctionMode):
@@ -257,26 +177,6 @@ class Rounding(TorchDispatchMode):
     ) -> Any:
         out = function(*args, **(kwargs or {}))
         return out * 1.001 if function is torch.ops.aten._softmax.default else out
-
-
-@patch("a patch that raises")
-def _(m: pytest.MonkeyPatch) -> None:
-    m.setattr(F, "softmax", lambda x: x)
-
-
-@patch("a patch of another shape")
-def _(m: pytest.MonkeyPatch) -> None:
-    m.setattr(nn.Linear, "forward", lambda self, x: (x @ self.weight.T)[..., :-1])
-
-
-@patch("a patch that returns infinity")
-def _(m: pytest.MonkeyPatch) -> None:
-    m.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.T / 0)
-
-
-@patch("a patch that returns NaN")
-def _(m: pytest.MonkeyPatch) -> None:
-    m.setattr(torch, "tanh", lambda x: x * float("nan"))
 
 
 @contextmanager
@@ -328,11 +228,12 @@ CONTEXTS: dict[str, tuple[str, Callable[[], Any]]] = {
 def test_a_patch_of_the_reference_is_named(
     name: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named, apply = PATCHES[name]
-    apply(monkeypatch)
+    owner, attribute, make = PATCHES[name]
+    monkeypatch.setattr(owner, attribute, make(getattr(owner, attribute)))
     with pytest.raises(ParityError, match="the reference") as caught:
         verify(checkpoint)
     monkeypatch.undo()
+    named = "RMSNorm" if name == "the class LayerNorm" else __file__
     assert named in str(caught.value)
     verify(checkpoint)
 
@@ -365,7 +266,7 @@ def wrapped(m: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     m.setattr(owner, name, lambda *args, **kwargs: original(*args, **kwargs))
 
 
-HARMLESS: dict[str, Patch] = {
+HARMLESS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "print": lambda m: wrapped(m, builtins, "print"),
     "a wrapped layer_norm": lambda m: wrapped(m, F, "layer_norm"),
     "a wrapped addmm": lambda m: wrapped(m, torch, "addmm"),
