@@ -428,7 +428,7 @@ class LayerAttention:
         if changes is None:
             assert self.formula is not None
             changes = Changes(attention={self.i: self.formula})
-        return Deviation(f"h.{self.i}.{tap}", place, values, changes)
+        return Deviation(f"h.{self.i}.{tap}", [place], values, changes)
 
 
 def attention_in(context: DiagnosisContext, i: int) -> LayerAttention:
@@ -451,7 +451,7 @@ def each_layer(detect: Callable[[LayerAttention], Deviation | None]) -> Detector
             yield replace(
                 next(iter(found.values())),
                 changes=combine(changes) if changes else None,
-                lines=[line for hit in found.values() for line in hit.lines or [hit.place]],
+                lines=[line for hit in found.values() for line in hit.lines],
                 layers=list(found),
             )
 
@@ -492,7 +492,7 @@ def rope(layer: LayerAttention) -> Deviation | None:
     verb = "is rotated by its" if len(letters) == 1 else "are rotated by their"
     return Deviation(
         f"h.{layer.i}.q",
-        place,
+        [place],
         changes=None if layer.unknown else changes,
         message=f"{listed([*letters])} {verb} position (RoPE), but GPT-2 rotates none of q, k and v"
         if letters != "qk" else "",
@@ -599,7 +599,7 @@ def no_qkv_projection(layer: LayerAttention) -> Deviation | None:
             weights[hf] = torch.cat(parts, dim=-1)
     values = {"found": listed([*letters]), "n_embd": layer.context.config.n_embd}
     tap = f"h.{layer.i}.{letters[0]}"
-    return Deviation(tap, place, values, Changes(weights=weights))
+    return Deviation(tap, [place], values, Changes(weights=weights))
 
 
 @deviation(
@@ -646,7 +646,7 @@ def grouped_query_attention(layer: LayerAttention) -> Deviation | None:
         "n_head": layer.attention.q.index.shape[1],
         "n_embd": layer.context.config.n_embd,
     }
-    return Deviation(f"h.{layer.i}.q", place, values, lines=lines)
+    return Deviation(f"h.{layer.i}.q", lines, values)
 
 
 @deviation(
@@ -706,7 +706,7 @@ def time_shift(layer: LayerAttention) -> Deviation | None:
     place = source.running(layer.graph, [node])
     indirect = layer.attention.indirect and layer.formula is not None
     changes = layer.own_attention if indirect else None
-    return Deviation(f"h.{layer.i}.q", place, {"found": found}, changes, evidence=SHIFTED)
+    return Deviation(f"h.{layer.i}.q", [place], {"found": found}, changes, evidence=SHIFTED)
 
 
 def _distant(distance: int) -> str:
@@ -723,7 +723,7 @@ def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
         of = of if distance == REVERSED else _distant(int(distance))
         found = f"the embedding of each token is computed from {of}"
         place = source.running(graph, moving)
-        yield Deviation("embed", place, {"found": found}, evidence=SHIFTED)
+        yield Deviation("embed", [place], {"found": found}, evidence=SHIFTED)
 
 
 @deviation(
@@ -768,7 +768,7 @@ def nan_scores(layer: LayerAttention) -> Deviation | None:
         return None
     if (node := layer.first_nan) is None:
         return None
-    return Deviation(f"h.{layer.i}.probs", layer.graph.place(node), {"found": kind(node)})
+    return Deviation(f"h.{layer.i}.probs", [layer.graph.place(node)], {"found": kind(node)})
 
 
 @detects("extra_operation")
@@ -782,7 +782,7 @@ def changed_projections(layer: LayerAttention) -> Deviation | None:
     )
     if layer.attention.indirect:
         return layer.deviation(place, layer.own_attention, **values)
-    return Deviation(f"h.{layer.i}.q", place, values)
+    return Deviation(f"h.{layer.i}.q", [place], values)
 
 
 @detects("extra_operation")
@@ -991,7 +991,7 @@ def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     late = [node for node in masks if context.graph.ancestors[node] & softmaxes]
     if layer.op.scores is not None and late == masks and late:  # none hides them before it
         values = {"effect": "and the rows are divided by their sums, which is equivalent"}
-        yield Deviation(None, source.running(context.graph, late), values, severity="info")
+        yield Deviation(None, [source.running(context.graph, late)], values, severity="info")
 
 
 @deviation(
@@ -1006,7 +1006,7 @@ def finite_mask(context: DiagnosisContext) -> Iterator[Deviation]:
         lowest = min(value.min().item() for value in values)
         if -1e30 < lowest <= -1e3:
             place = source.running(context.graph, [node])
-            yield Deviation(None, place, {"found": lowest})
+            yield Deviation(None, [place], {"found": lowest})
             return
 
 
@@ -1036,15 +1036,16 @@ def _masks_like_gpt2(layer: LayerAttention) -> Iterator[tuple[Node, list[Tensor]
 def no_mask(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
     if not formula.allowed.all():
         return None
-    found = layer.deviation(layer.softmax_line)
-    unused = found.place and source.unused_result(found.place, {"masked_fill"})
+    place = layer.softmax_line
+    found = layer.deviation(place)
+    unused = place and source.unused_result(place, {"masked_fill"})
     if unused is None:
         return found
     message = (
         "masked_fill does not change the scores in place, and its result is not used, so every "
         "token attends to the tokens after it, but GPT-2 masks them"
     )
-    return replace(found, place=unused, lines=[unused, found.place], message=message)
+    return replace(found, lines=[unused, place], message=message)
 
 
 def _mask_deviation(code: str) -> Detector:
@@ -1171,7 +1172,7 @@ def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
         if cast:
             dtype = cast[2] or {"float": "float32", "double": "float64"}[cast[1]]
             what = "the attention weights" if "softmax" in cast.string else "the attention scores"
-            yield Deviation(None, place, {"found": dtype, "what": what})
+            yield Deviation(None, [place], {"found": dtype, "what": what})
             return
 
 
@@ -1198,7 +1199,7 @@ def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
         can_change = is_as_wide and len(layers) == len(by_layer)
         changes = Changes(n_head=found) if can_change else None
         lines = [place, *written]
-        yield Deviation(f"h.{layers[0]}.probs", place, values, changes, lines=lines, layers=layers)
+        yield Deviation(f"h.{layers[0]}.probs", lines, values, changes, layers=layers)
 
 
 @deviation(
@@ -1211,7 +1212,7 @@ def head_interleaved_qkv(context: DiagnosisContext) -> Iterator[Deviation]:
     axes = [part.axes for part in op.parts if "h" in part.axes] if op else []
     if any("q" in a and a.index("h") < a.index("q") for a in axes):
         kinds = ("view", "reshape", "_unsafe_view", "unflatten", "split", "chunk")
-        yield Deviation(None, _split_line(context, *kinds))
+        yield Deviation(None, [_split_line(context, *kinds)])
 
 
 def _fused(context: DiagnosisContext) -> Fused | None:
@@ -1242,13 +1243,13 @@ def _swapped(one: str, other: str, orders: tuple[str, ...]) -> Detector:
                 f"{', '.join(order[:-1])} and {order[-1]} are stored in this order in one "
                 "parameter, but Hugging Face stores q, then k, then v"
             )
-            yield Deviation(None, _split_line(context, *SPLITS), message=message)
+            yield Deviation(None, [_split_line(context, *SPLITS)], message=message)
         named = _named_roles(context)
         if named.get(one) == other or named.get(other) == one:
             operand = {"q": layer.attention_ops[0].q, "k": layer.attention_ops[0].k}[one]
             path = context.graph.between([operand.node], [layer.x1])
             yield Deviation(
-                None, source.running(context.graph, [n for n in layer.qkv if n in path])
+                None, [source.running(context.graph, [n for n in layer.qkv if n in path])]
             )
 
     return detect

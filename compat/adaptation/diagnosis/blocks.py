@@ -93,7 +93,7 @@ def _activations(code: str) -> Detector:
             functions = {i: a.function for i, a in layers.items() if a.function is not None}
             changes = Changes(activation=functions)
             tap = f"h.{first}.act"
-            yield Deviation(tap, lines[0], values, changes, lines=lines, layers=list(layers))
+            yield Deviation(tap, lines, values, changes, layers=list(layers))
 
     return detect
 
@@ -176,9 +176,7 @@ def activation_after_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             fix = "Remove this activation. GPT-2 has only the one between the two projections."
         values = {"found": name, "expected": expected, "fix": fix, "after": True, "moved": moved}
         tap = f"h.{next(iter(layers))}.{'act' if moved else 'out'}"
-        yield Deviation(
-            tap, lines[0], values, changes, lines=lines, layers=list(layers), message=message
-        )
+        yield Deviation(tap, lines, values, changes, layers=list(layers), message=message)
 
 
 def _late_lines(context: DiagnosisContext, i: int) -> list[Place | None]:
@@ -209,7 +207,7 @@ def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             lines += [source.torch_built(model, [n]) or graph.place(n) for n in activations]
             lines.append(graph.place(product))
             values = {"like": _gated_like(context, layer, product)}
-            yield Deviation(f"h.{i}.act", lines[0], values, lines=lines)
+            yield Deviation(f"h.{i}.act", lines, values)
             return
 
 
@@ -219,7 +217,7 @@ def gated_experts(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
         if product := _gated_product(context, layer):
             like = GATED.get(context.activations[i].name or "", "")
-            yield Deviation(f"h.{i}.act", context.graph.place(product), {"like": like})
+            yield Deviation(f"h.{i}.act", [context.graph.place(product)], {"like": like})
             return
 
 
@@ -278,7 +276,7 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
             else:
                 after = {"branch": "the MLP", "next": "the next block, or with ln_f"}
                 tap = "ln_f" if last else f"h.{i + 1}.ln_1"
-            yield Deviation(tap, place, values | after)
+            yield Deviation(tap, [place], values | after)
             return
 
 
@@ -293,7 +291,7 @@ def projected_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
         )
         values = {"found": "a projection", "branch": "the embeddings", "next": "the first block"}
         place = source.running(context.graph, leading)
-        yield Deviation("embed", place, values, message=message)
+        yield Deviation("embed", [place], values, message=message)
 
 
 @deviation(
@@ -302,7 +300,7 @@ def projected_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
 def mlp_before_attention(context: DiagnosisContext) -> Iterator[Deviation]:
     if _mlp_first(context):
         place = next(iter(context.graph.places(context.anatomy.leading[0])), None)
-        yield Deviation("h.0.ln_1", place)
+        yield Deviation("h.0.ln_1", [place])
 
 
 def _mlp_first(context: DiagnosisContext) -> bool:
@@ -323,8 +321,8 @@ def cross_attention(context: DiagnosisContext) -> Iterator[Deviation]:
         products = [op.product for op in found.values()]
         lines = [source.torch_built(context.model, [node]) for node in products]
         lines += [graph.place(node) for node in products]
-        tap, place = f"h.{next(iter(found))}.ln_2", lines[0] or lines[-1]
-        yield Deviation(tap, place, {}, lines=lines, layers=list(found))
+        lines = [lines[0] or lines[-1], *lines]
+        yield Deviation(f"h.{next(iter(found))}.ln_2", lines, layers=list(found))
 
 
 @deviation(
@@ -340,7 +338,7 @@ def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
         if layer.attn_sum.shortcut is None:
             place = source.module_call(context.graph, context.model, layer.attention_ops[0].product)
         changes = Changes(no_mlp=set(layers))
-        yield Deviation(f"h.{layers[0]}.out", place, {}, changes, layers=layers)
+        yield Deviation(f"h.{layers[0]}.out", [place], {}, changes, layers=layers)
 
 
 @deviation(
@@ -357,7 +355,7 @@ def unknown_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             "n": "1 projection runs" if n == 1 else f"{n} projections run",
             "like": ", as in a mixture of experts" if chosen else "",
         }
-        yield Deviation(f"h.{layers[0]}.mlp", place, values, layers=layers)
+        yield Deviation(f"h.{layers[0]}.mlp", [place], values, layers=layers)
 
 
 @deviation(
@@ -369,7 +367,7 @@ def one_mlp_projection(context: DiagnosisContext) -> Iterator[Deviation]:
     if layers:
         layer = context.anatomy.layers[layers[0]]
         place = source.running(context.graph, [layer.fc_end])
-        yield Deviation(f"h.{layers[0]}.mlp", place)
+        yield Deviation(f"h.{layers[0]}.mlp", [place])
 
 
 @deviation(
@@ -386,10 +384,10 @@ def parallel_block(context: DiagnosisContext) -> Iterator[Deviation]:
     if fused:  # one projection for both branches, so neither is loaded
         lines = [source.running(graph, [layer.mlp])]
         lines += [source.built(context.model, graph.names[fused[0].parameters[0]])]
-        yield Deviation(f"h.{layers[0]}.q", None, {}, lines=lines)
+        yield Deviation(f"h.{layers[0]}.q", lines)
     else:
         place = source.running(graph, [layer.mlp_sum.node])
-        yield Deviation(f"h.{layers[0]}.fc", place, {}, Changes(parallel=set(layers)))
+        yield Deviation(f"h.{layers[0]}.fc", [place], {}, Changes(parallel=set(layers)))
 
 
 @deviation(
@@ -414,7 +412,7 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
         if layers:
             lines = [branch_line(context, i, is_mlp=tap == "out") for i in layers]
             at = f"h.{layers[0]}.{tap}"
-            yield Deviation(at, lines[0], {}, changes, lines=lines, layers=layers)
+            yield Deviation(at, lines, {}, changes, layers=layers)
 
 
 @deviation(
@@ -426,7 +424,7 @@ def hyper_connections(context: DiagnosisContext) -> Iterator[Deviation]:
     if sums := context.sums_of_copies:
         n = prod(size(sums[0])) // (prod(context.graph.shape) * context.anatomy.width)
         lines = [context.graph.place(node) for node in sums]
-        yield Deviation("h.0.ln_1", lines[0], {"n": n}, lines=lines)
+        yield Deviation("h.0.ln_1", lines, {"n": n})
 
 
 @deviation(
@@ -456,18 +454,18 @@ def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
         cause = ", because an earlier in-place operation added the branch to the shortcut"
         values = {"found": f"a tensor is added to itself{cause if in_place else ''}"}
         tap = context.tap_after(doubled[0])
-        yield Deviation(tap, lines[0], values, changes if changes.doubled else None, lines=lines)
+        yield Deviation(tap, lines, values, changes if changes.doubled else None)
     own = {tap: total.own_input for tap, total in sums.items() if total.own_input is not None}
     if own:
         lines = [graph.place(node) for node in own.values()]
         values = {"found": "the branch adds its own input to its result, and the block adds the "
                   "residual stream as well"}  # fmt: skip
-        yield Deviation(next(iter(own)), lines[0], values, Changes(own_input={*own}), lines=lines)
+        yield Deviation(next(iter(own)), lines, values, Changes(own_input={*own}))
     if again := _second_shortcuts(context):
         lines = [graph.place(node) for node in again.values()]
         values = {"found": "the input of the block is added to its result a second time"}
         tap = f"h.{min(again) + 1}.ln_1" if min(again) + 1 < len(context.anatomy.layers) else "ln_f"
-        yield Deviation(tap, lines[0], values, Changes(input_again={*again}), lines=lines)
+        yield Deviation(tap, lines, values, Changes(input_again={*again}))
 
 
 def _second_shortcuts(context: DiagnosisContext) -> dict[int, Node]:
@@ -493,7 +491,7 @@ def residual_from_norm(context: DiagnosisContext) -> Iterator[Deviation]:
             total = layer.attn_sum if name.endswith("ln_1") else layer.mlp_sum
             lines.append(source.running(context.graph, [total.node]))
         changes = Changes(residual_from_norm=set(names))
-        yield Deviation("h.0.resid_mid", lines[0], {}, changes, lines=lines)
+        yield Deviation("h.0.resid_mid", lines, {}, changes)
 
 
 @deviation(
@@ -533,7 +531,7 @@ def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
         )
         lines = [source.running(context.graph, nodes) for *_, nodes in found.values()]
         values = {"found": f"{kept:.6g}", "branch": f"{branch:.6g}"}
-        yield Deviation(first, lines[0], values, changes, lines=lines)
+        yield Deviation(first, lines, values, changes)
 
 
 def _signed(total: Sum, branch: float, kept: float) -> tuple[float, float]:
@@ -562,7 +560,7 @@ def scaled_sums(context: DiagnosisContext) -> Iterator[Deviation]:
         changes = Changes(stream={tap: partial(torch.mul, f) for tap, (f, _) in found.items()})
         lines = [graph.place(node) for _, node in found.values()]
         values = {"found": f"{factor:.6g}", "branch": f"{factor:.6g}"}
-        yield Deviation(next(iter(found)), lines[0], values, changes, lines=lines)
+        yield Deviation(next(iter(found)), lines, values, changes)
 
 
 @detects("random_parameters")
@@ -588,9 +586,7 @@ def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
             "which have no counterpart in GPT-2 and keep their initial values"
         )
         severity: Severity | None = "info" if without_effect else None
-        yield Deviation(
-            first, None, values, changes, lines=lines, message=message, severity=severity
-        )
+        yield Deviation(first, lines, values, changes, message=message, severity=severity)
 
 
 def _factor(context: DiagnosisContext, start: Node, end: Node) -> float | None:
@@ -725,4 +721,4 @@ def _operations(
     lines = [graph.place(node) for node in nodes]
     lines += [line for each in lines if each for line in source.callers(graph, each)][:4]
     changes = Changes(stream={after: function})
-    return Deviation(None, lines[0], operations(nodes, after, before), changes, lines=lines)
+    return Deviation(None, lines, operations(nodes, after, before), changes)

@@ -50,7 +50,7 @@ def n_embd_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     tables = context.graph.parameters_between([context.anatomy.token_embedding], [])
     place = source.built(context.model, context.graph.names[tables[0]]) if tables else None
     values = {"name": name, "found": found, "expected": expected, "fix": fix}
-    yield Deviation("embed", place, values)
+    yield Deviation("embed", [place], values)
 
 
 @deviation(
@@ -61,7 +61,7 @@ def vocab_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     found, expected = context.anatomy.vocabulary, context.config.vocab_size
     logits, place = size(context.graph.output)[-1], context.owner_of("wte.weight")
     if found != expected:
-        yield Deviation("logits", place, {"found": found, "expected": expected})
+        yield Deviation("logits", [place], {"found": found, "expected": expected})
     elif logits != expected:
         head = context.graph.parameters_between([context.anatomy.head], [context.anatomy.xf])
         if head:
@@ -71,7 +71,7 @@ def vocab_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
             "the model returns {found} logits for each token, but the checkpoint's vocabulary has "
             "{expected} tokens"
         )
-        yield Deviation("logits", place, values, message=message)
+        yield Deviation("logits", [place], values, message=message)
 
 
 @deviation(
@@ -84,7 +84,7 @@ def context_too_short(context: DiagnosisContext) -> Iterator[Deviation]:
     found, expected = _positions(context), context.config.n_positions
     if found is not None and found < expected:
         values = {"found": found, "expected": expected}
-        yield Deviation(None, context.owner_of("wpe.weight"), values)
+        yield Deviation(None, [context.owner_of("wpe.weight")], values)
 
 
 def _positions(context: DiagnosisContext) -> int | None:
@@ -106,7 +106,7 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
         place = source.calling(context.graph, model, layers[repeated].attn, context.anatomy.head)
         message = "the {expected} blocks are run {found} times in all, but GPT-2 runs each once"
         again = {"found": found, "expected": expected, "fix": "for block in blocks: x = block(x)"}
-        yield Deviation(f"h.{repeated - 1}.out", place, again, message=message)
+        yield Deviation(f"h.{repeated - 1}.out", [place], again, message=message)
         return
     layers = context.anatomy.layers
     own = [tuple(context.graph.parameters_between(n.qkv_ends, [n.x1])) for n in layers]
@@ -137,7 +137,7 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
         place = source.running(context.graph, [context.anatomy.head])
     changes = Changes(n_layer=found) if found < expected else None
     tap = f"h.{min(found, expected) - 1}.out" if found else "ln_f"
-    yield Deviation(tap, place, values, changes, message=message)
+    yield Deviation(tap, [place], values, changes, message=message)
 
 
 def _first_repeated(context: DiagnosisContext) -> int:
@@ -189,7 +189,7 @@ def inner_dim(context: DiagnosisContext) -> Iterator[Deviation]:
     values = {"found": found, "expected": config.d_inner, "n_embd": config.n_embd}
     model = context.model
     place = source.torch_layer(model, module) or source.building(model, module)
-    yield Deviation(weight.replace("mlp.c_fc.weight", "fc"), place, values, evidence=evidence)
+    yield Deviation(weight.replace("mlp.c_fc.weight", "fc"), [place], values, evidence=evidence)
 
 
 def _inner_width(context: DiagnosisContext) -> int | None:
@@ -224,7 +224,7 @@ def head_width(context: DiagnosisContext) -> Iterator[Deviation]:
             "channels among {n_head} heads, {expected} for each of q, k and v"
         )
     evidence = "found in the shapes of the parameters"
-    yield Deviation("h.0.q", place, values, evidence=evidence, message=message)
+    yield Deviation("h.0.q", [place], values, evidence=evidence, message=message)
 
 
 def _head_width(context: DiagnosisContext) -> int | None:
@@ -272,7 +272,7 @@ def other_shape(context: DiagnosisContext) -> Iterator[Deviation]:
                 name = context.graph.names.get(node) if node is not None else None
                 lines += [source.built(context.model, name)] if name else []
         values = {"tensors": tensors, "found": own, "expected": expected}
-        yield Deviation(None, None, values, lines=lines)
+        yield Deviation(None, lines, values)
 
 
 def _unknown(code: str) -> Detector:
@@ -296,7 +296,7 @@ def _unknown(code: str) -> Detector:
                     names = (context.graph.names[node] for node in each.parameters)
                     lines += [source.built(context.model, name) for name in names]
                 values = {"n_embd": context.config.n_embd, **each.values}
-                yield Deviation(_first_tap(hf), place, values, lines=lines)
+                yield Deviation(_first_tap(hf), lines, values)
 
     return detect
 
@@ -338,7 +338,7 @@ def rounded_weights(context: DiagnosisContext) -> Iterator[Deviation]:
         found = "weights" if rounded[0].reasons[0] not in graph.live else "inputs"
         lines = [graph.place(node) for each in rounded for node in each.reasons]
         values = {"modules": modules, "found": found}
-        yield Deviation(_first_tap(f"{rounded[0].module}.weight"), None, values, lines=lines)
+        yield Deviation(_first_tap(f"{rounded[0].module}.weight"), lines, values)
 
 
 def _repeated_call(context: DiagnosisContext, unknown: UnknownProjection) -> Place | None:
@@ -374,7 +374,7 @@ def _missing(code: str) -> Detector:
         values = {"tensors": listed(collapse_layers(tensors)), "n_embd": context.config.n_embd}
         modules = dict.fromkeys(hf.rpartition(".")[0] for hf in tensors)
         lines = [place, *(line for m in modules for line in context.owners_of(f"{m}.weight"))]
-        yield Deviation(_first_tap(tensors[0]), place, values, changes, lines=lines)
+        yield Deviation(_first_tap(tensors[0]), lines, values, changes)
 
     return detect
 
@@ -403,12 +403,13 @@ def _no_out_proj(context: DiagnosisContext) -> Iterator[Deviation]:
     """Yield an output projection that is missing, or whose result is not used."""
     for found in _missing("no_out_proj")(context):
         modules = {path.rpartition(".")[2] for path, _ in context.model.named_modules()}
-        if found.place and (unused := source.unused_result(found.place, modules)):
+        place = found.lines[0]
+        if place and (unused := source.unused_result(place, modules)):
             message = (
                 "the result of this module is not used, so attention has no output "
                 "projection, but the checkpoint has {tensors}"
             )
-            found = replace(found, place=unused, lines=[unused, found.place], message=message)
+            found = replace(found, lines=[unused, place], message=message)
         yield found
 
 
@@ -538,9 +539,7 @@ def experts_without_bias(context: DiagnosisContext) -> Iterator[Deviation]:
     ]  # fmt: skip
     lines = [source.built(context.model, name) for name in names[:1]]
     missing = [f"h.{i}.mlp.{part}.bias" for i in layers for part in ("c_fc", "c_proj")]
-    yield Deviation(
-        f"h.{layers[0]}.fc", None, {"tensors": listed(collapse_layers(missing))}, lines=lines
-    )
+    yield Deviation(f"h.{layers[0]}.fc", lines, {"tensors": listed(collapse_layers(missing))})
 
 
 # Shared and unused parameters
@@ -591,7 +590,7 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
         context.weights[n].shape == context.weights[held].shape for n, held in shared.items()
     )
     changes = Changes(weights=weights) if same else None
-    yield Deviation(_first_tap(hf), place, values, changes, lines=lines)
+    yield Deviation(_first_tap(hf), lines, values, changes)
 
 
 def _within_blocks(shared: Mapping[str, str]) -> str:
@@ -754,4 +753,4 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
                 message = "{found} have no counterpart in GPT-2, but their initial values have"
             message += " no effect on the logits"
         values = {"found": listed(found, 4)}
-        yield Deviation(tap, None, values, severity=severity, lines=lines, message=message)
+        yield Deviation(tap, lines, values, severity=severity, message=message)
