@@ -32,7 +32,7 @@ class Deviation:
         changes: make the same change to a reference; None if this is not possible.
         evidence: replaces the evidence of the counterfactual run.
         severity: replaces the severity of the entry.
-        code: the entry's code; set by the registry.
+        code: the entry's code; set by the registry, or by a detector of several codes.
         layers: the layers with the deviation, which are named if there are others without it.
         message: replaces the message of the entry.
     """
@@ -95,7 +95,7 @@ def deviation(
 
 
 def detects(code: str) -> Callable[[Detector], Detector]:
-    """Add another detector to an entry."""
+    """Add another detector to an entry. One of several codes sets that of each deviation."""
 
     def register(detector: Detector) -> Detector:
         DETECTORS.append((code, detector))
@@ -110,7 +110,7 @@ def find_deviations(context: DiagnosisContext) -> list[Deviation]:
     failed: dict[str, list[str]] = {}  # the codes that could not be checked, by error
     for code, detector in DETECTORS:
         try:
-            deviations = list(detector(context))
+            deviations = [each for each in detector(context) if each.code in ("", code)]
         except Exception as error:
             first_line = str(error).partition("\n")[0]
             failed.setdefault(f"{type(error).__name__}: {first_line}", []).append(code)
