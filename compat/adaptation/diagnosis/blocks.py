@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import Layer, Operand, Sum
+from compat.adaptation.anatomy.dissect import Layer, Operand
 from compat.adaptation.anatomy.norms import deviating_layers
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.activations import (
@@ -22,7 +22,7 @@ from compat.adaptation.diagnosis.activations import (
     called_activation,
     canonical_activation,
 )
-from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.context import Branch, DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes, combine
 from compat.adaptation.diagnosis.norms import PRE_NORM, branch_line
 from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation, operations
@@ -432,10 +432,7 @@ def hyper_connections(context: DiagnosisContext) -> Iterator[Deviation]:
 )
 def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
     graph = context.graph
-    sums = {
-        f"h.{i}.{tap}": total for i, layer in context.layers
-        for tap, total in (("resid_mid", layer.attn_sum), ("out", layer.mlp_sum))
-    }  # fmt: skip
+    sums = {branch.tap: branch.total for branch in context.branches}
     inside = {
         node for _, layer in context.layers for op in layer.attention_ops
         for node in graph.live_between([op.q.node, op.k.node, op.v.node], [layer.x1])
@@ -485,11 +482,8 @@ def _second_shortcuts(context: DiagnosisContext) -> dict[int, Node]:
 )
 def residual_from_norm(context: DiagnosisContext) -> Iterator[Deviation]:
     if (names := context.places.from_norm) and not context.sums_of_copies:
-        lines = []
-        for name in names:
-            layer = context.anatomy.layers[int(name.split(".")[1])]
-            total = layer.attn_sum if name.endswith("ln_1") else layer.mlp_sum
-            lines.append(source.running(context.graph, [total.node]))
+        sums = {branch.norm: branch.total.node for branch in context.branches}
+        lines = [context.graph.place(sums[name]) for name in names]
         changes = Changes(residual_from_norm=set(names))
         yield Deviation("h.0.resid_mid", lines, {}, changes)
 
@@ -501,53 +495,41 @@ def residual_from_norm(context: DiagnosisContext) -> Iterator[Deviation]:
 def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
     found: dict[str, tuple[str, float, float, list[Node]]] = {}
     stream = context.anatomy.embed
-    for i, layer in context.layers:
-        for name, end, total, tap in (
-            ("attn", layer.attn, layer.attn_sum, f"h.{i}.resid_mid"),
-            ("mlp", layer.mlp, layer.mlp_sum, f"h.{i}.out"),
-        ):
-            branch = _factor(context, end, total.branch)
-            kept = None
-            norm = context.places.named.get(f"h.{i}.ln_{1 if name == 'attn' else 2}")
-            if total.shortcut is not None:
-                own = norm is not None and norm.start is not total.shortcut
-                kept = _factor(context, stream, total.shortcut) if own else None
-                if kind(total.node) == "sub":
-                    branch, kept = _signed(total, branch or 1.0, kept or 1.0)
-            if (branch or 1.0) != 1.0 or (kept or 1.0) != 1.0:
-                starts = [(end, total.branch), (stream, total.shortcut or total.node)]
-                between = [n for start, to in starts for n in context.graph.between([to], [start])]
-                factors = [n for n in between if kind(n) in ("mul", "div")]
-                found[tap] = f"h.{i}.{name}", kept or 1.0, branch or 1.0, factors or [total.node]
-            stream = total.node
-            if norm is not None and norm.start is stream:  # a post-norm
-                stream = norm.end
+    for branch in context.branches:
+        total, norm = branch.total, context.places.named.get(branch.norm)
+        factor, kept = _factor(context, branch.end, total.branch) or 1.0, 1.0
+        if total.shortcut is not None:
+            if norm is not None and norm.start is not total.shortcut:
+                kept = _factor(context, stream, total.shortcut) or 1.0
+            if kind(total.node) == "sub" and tensor_inputs(total.node)[1] is total.branch:
+                factor = -factor
+            elif kind(total.node) == "sub":
+                kept = -kept
+        if factor != 1.0 or kept != 1.0:
+            starts = [(branch.end, total.branch), (stream, total.shortcut or total.node)]
+            between = [n for start, to in starts for n in context.graph.between([to], [start])]
+            factors = [n for n in between if kind(n) in ("mul", "div")]
+            found[branch.tap] = branch.name, kept, factor, factors or [total.node]
+        stream = total.node
+        if norm is not None and norm.start is stream:  # a post-norm
+            stream = norm.end
     if found:
         first = next(iter(found))
-        _, kept, branch, _ = found[first]
+        _, kept, factor, _ = found[first]
         changes = Changes(
-            branch_factor={name: branch for name, _, branch, _ in found.values()},
+            branch_factor={name: factor for name, _, factor, _ in found.values()},
             shortcut_factor={tap: kept for tap, (_, kept, _, _) in found.items()},
         )
         lines = [source.running(context.graph, nodes) for *_, nodes in found.values()]
-        values = {"found": f"{kept:.6g}", "branch": f"{branch:.6g}"}
+        values = {"found": f"{kept:.6g}", "branch": f"{factor:.6g}"}
         yield Deviation(first, lines, values, changes)
-
-
-def _signed(total: Sum, branch: float, kept: float) -> tuple[float, float]:
-    """Return the factors of branch and shortcut with the sign that their difference gives them."""
-    negated = tensor_inputs(total.node)[1]
-    return (-branch, kept) if negated is total.branch else (branch, -kept)
 
 
 @detects("residual_weights")
 def scaled_sums(context: DiagnosisContext) -> Iterator[Deviation]:
     """Detect sums that are multiplied by a number, as in `x = (x + branch(x)) / 2`."""
     graph, found = context.graph, dict[str, tuple[float, Node]]()
-    shortcuts = {
-        f"h.{i}.ln_{number}": total.shortcut for i, layer in context.layers
-        for number, total in ((1, layer.attn_sum), (2, layer.mlp_sum))
-    }  # fmt: skip
+    shortcuts = {branch.norm: branch.total.shortcut for branch in context.branches}
     for start, end, after, _, before in _connections(context):
         shortcut = shortcuts.get(before, end)
         if after != "embed" and shortcut is not None and before in ("ln_f", *shortcuts):
@@ -644,50 +626,36 @@ def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, s
     if tap in places.extra:
         stream = places.extra[tap].end
     for i, layer in context.layers:
-        for number, total, x, after in (
-            (1, layer.attn_sum, layer.x1, f"h.{i}.resid_mid"),
-            (2, layer.mlp_sum, layer.x2, f"h.{i}.out"),
+        branches = context.branches_of(i)
+        for branch, at, reader in zip(
+            branches, ("q", "fc"), ("q, k and v", "the MLP"), strict=True
         ):
-            name = f"h.{i}.ln_{number}"
+            name, total = branch.norm, branch.total
             norm = places.named.get(name)
             if norm is not None and not moved and total.shortcut is not None and not layer.parallel:
                 if tap != "embed" or not context.anatomy.leading:
                     yield stream, norm.start, tap, name, name
                 if layer.raw is None and norm.end is not norm.start:
-                    at, reader = ("q", "q, k and v") if number == 1 else ("fc", "the MLP")
-                    yield norm.end, x, name, f"h.{i}.{at}", f"the projection of {reader}"
-            stream, tap = total.node, after
-        yield from _ends_of_branches(context, i)
+                    yield norm.end, branch.x, name, f"h.{i}.{at}", f"the projection of {reader}"
+            stream, tap = total.node, branch.tap
+        for branch in branches:
+            is_added = branch.total.shortcut is not None and not layer.parallel
+            is_added = is_added and branch.end in context.graph.ancestors[branch.total.branch]
+            if is_added and not _is_explained(context, i, branch):
+                yield branch.end, branch.total.branch, branch.name, branch.tap, "the residual sum"
     if "ln_f" in places.named and not (places.post or extra or context.sums_of_copies):
         yield stream, places.named["ln_f"].start, tap, "ln_f", "ln_f"
     if "ln_f" in places.named and "ln_f.after" not in places.extra:
         yield places.named["ln_f"].end, context.anatomy.xf, "ln_f", "logits", HEAD
 
 
-def _ends_of_branches(
-    context: DiagnosisContext, i: int
-) -> Iterator[tuple[Node, Node, str, str, str]]:
-    """Yield the result of attention and of the MLP, and where each is added to the stream."""
+def _is_explained(context: DiagnosisContext, i: int, branch: Branch) -> bool:
+    """Return whether what follows the result of a branch has a finding of its own."""
     layer, places = context.anatomy.layers[i], context.places
-    for end, total, norm, branch, after in (
-        (layer.attn, layer.attn_sum, f"h.{i}.ln_1", f"h.{i}.attn", f"h.{i}.resid_mid"),
-        (layer.mlp, layer.mlp_sum, f"h.{i}.ln_2", f"h.{i}.mlp", f"h.{i}.out"),
-    ):
-        # These have findings of their own.
-        named = [
-            branch in places.extra,
-            norm in places.on_output,
-            branch in context.learned_factors,
-        ]
-        if end is layer.mlp:
-            named += [
-                i in context.late_activations,
-                bool(layer.unknown or layer.extra),
-                layer.is_gated,
-            ]
-        is_added = total.shortcut is not None and end in context.graph.ancestors[total.branch]
-        if is_added and not layer.parallel and not any(named):
-            yield end, total.branch, branch, after, "the residual sum"
+    if branch.name in {*places.extra, *context.learned_factors} or branch.norm in places.on_output:
+        return True
+    changed_mlp = i in context.late_activations or layer.unknown or layer.extra or layer.is_gated
+    return branch.end is layer.mlp and bool(changed_mlp)
 
 
 def _operations(
