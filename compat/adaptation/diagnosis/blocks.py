@@ -25,7 +25,7 @@ from compat.adaptation.diagnosis.activations import (
 from compat.adaptation.diagnosis.context import Branch, DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes, combine
 from compat.adaptation.diagnosis.norms import PRE_NORM, branch_line
-from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation, operations
+from compat.adaptation.diagnosis.registry import Deviation, detects, deviation, operations
 from compat.adaptation.diagnosis.shifts import shifted_tokens
 from compat.adaptation.mapping.linear_maps import function_between, token_view
 from compat.adaptation.result import Severity
@@ -58,44 +58,39 @@ GATED = {
 CLASS_OF = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU"}
 
 
-def _activations(code: str) -> Detector:
-    """Return a detector of one code; each function is reported with the lines of all its layers."""
-
-    def detect(context: DiagnosisContext) -> Iterator[Deviation]:
-        expected = canonical_activation(context.config)
-        found: dict[str, dict[int, Activation]] = {}
-        for i, activation in enumerate(context.activations):
-            layer = context.anatomy.layers[i]
-            if layer.is_gated or not layer.has_mlp or _gated_product(context, layer):
-                continue
-            if layer.unknown and activation.name is None:
-                continue
-            if i in context.late_activations and activation.name == "identity":
-                continue
-            name = activation.name or "a function that compat does not know"
+def _other_activations(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect functions in place of the checkpoint's, each with the lines of all its layers."""
+    expected = canonical_activation(context.config)
+    found: dict[str, dict[int, Activation]] = {}
+    for i, activation in enumerate(context.activations):
+        layer = context.anatomy.layers[i]
+        if layer.is_gated or not layer.has_mlp or _gated_product(context, layer):
+            continue
+        if layer.unknown and activation.name is None:
+            continue
+        if i in context.late_activations and activation.name == "identity":
+            continue
+        name = activation.name or "a function that compat does not know"
+        if name != expected:
             found.setdefault(name, {})[i] = activation
-        for name, layers in found.items():
-            if name == expected or activation_code(name, expected) != code:
-                continue
-            first = next(iter(layers))
-            lines = [_activation_line(context, i) for i in layers]
-            nodes = _activation_nodes(context, first)
-            lines += [
-                source.function_built(context.model, nodes),
-                _module_call(context, lines[0], nodes),
-            ]
-            if lines[0] and name in CLASS_OF and name not in lines[0].text.lower():
-                lines += source.selected(context.model, name, CLASS_OF[name])
-            fix = f"Use {expected} as the activation."
-            if expected == "gelu_new":
-                fix = tanh_gelu(lines[0])
-            values = {"found": name, "expected": expected, "fix": fix}
-            functions = {i: a.function for i, a in layers.items() if a.function is not None}
-            changes = Changes(activation=functions)
-            tap = f"h.{first}.act"
-            yield Deviation(tap, lines, values, changes, layers=list(layers))
-
-    return detect
+    for name, layers in found.items():
+        first = next(iter(layers))
+        lines = [_activation_line(context, i) for i in layers]
+        nodes = _activation_nodes(context, first)
+        lines += [
+            source.function_built(context.model, nodes),
+            _module_call(context, lines[0], nodes),
+        ]
+        if lines[0] and name in CLASS_OF and name not in lines[0].text.lower():
+            lines += source.selected(context.model, name, CLASS_OF[name])
+        fix = f"Use {expected} as the activation."
+        if expected == "gelu_new":
+            fix = tanh_gelu(lines[0])
+        values = {"found": name, "expected": expected, "fix": fix}
+        functions = {i: a.function for i, a in layers.items() if a.function is not None}
+        tap, changes = f"h.{first}.act", Changes(activation=functions)
+        code = activation_code(name, expected)
+        yield Deviation(tap, lines, values, changes, layers=list(layers), code=code)
 
 
 def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
@@ -145,7 +140,7 @@ for _code, _message in (
         "the activation of the MLP is {found}, but the checkpoint's is {expected}",
     ),
 ):
-    deviation(_message, "{fix}", code=_code)(_activations(_code))
+    deviation(_message, "{fix}", code=_code)(_other_activations)
 
 
 @detects("other_activation")

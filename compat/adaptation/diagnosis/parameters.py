@@ -6,7 +6,6 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -19,7 +18,7 @@ from compat.adaptation.diagnosis.attention import attention_in
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.embeddings_and_head import joined_positions, later_tables
 from compat.adaptation.diagnosis.modified_reference import Changes
-from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
+from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
 from compat.adaptation.mapping.assignments import UnknownProjection
 from compat.adaptation.result import Severity
 from compat.adaptation.tracing.contractions import product_behind
@@ -275,54 +274,51 @@ def other_shape(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(None, lines, values)
 
 
-def _unknown(code: str) -> Detector:
-    """Return a detector of projections that cannot be loaded, for the reason that has this code."""
-
-    def detect(context: DiagnosisContext) -> Iterator[Deviation]:
-        kinds = {each.module.split(".", 2)[2]: each for each in reversed(context.mapping.unknown)}
-        for each in kinds.values():  # of the first layer that has them
-            if each.code == code:
-                hf = f"{each.module}.weight"
-                place = context.graph.place(each.node)
-                if code == "shared_parameters" and each.module.endswith("attn.c_attn"):
-                    place = _repeated_call(context, each) or context.owner_of(hf)
-                elif code == "shared_parameters":  # heads that are computed several times
-                    place = context.graph.place(each.reasons[0])
-                lines = [place]
-                if code == "per_head_projection":
-                    readers = (context.graph.first_reader([node]) for node in each.parameters)
-                    lines += [context.graph.place(reader) for reader in readers]
-                if code == "latent_attention":
-                    names = (context.graph.names[node] for node in each.parameters)
-                    lines += [source.built(context.model, name) for name in names]
-                values = {"n_embd": context.config.n_embd, **each.values}
-                yield Deviation(_first_tap(hf), lines, values)
-
-    return detect
+@detects("shared_parameters")
+def _unknown(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect projections that cannot be loaded, with the code of the reason."""
+    graph = context.graph
+    kinds = {each.module.split(".", 2)[2]: each for each in reversed(context.mapping.unknown)}
+    for each in kinds.values():  # of the first layer that has them
+        hf = f"{each.module}.weight"
+        lines = [graph.place(each.node)]
+        if each.code == "shared_parameters" and each.module.endswith("attn.c_attn"):
+            lines = [_repeated_call(context, each) or context.owner_of(hf)]
+        elif each.code == "shared_parameters":  # heads that are computed several times
+            lines = [graph.place(each.reasons[0])]
+        elif each.code == "per_head_projection":
+            lines += [graph.place(graph.first_reader([node])) for node in each.parameters]
+        elif each.code == "latent_attention":
+            lines += [source.built(context.model, graph.names[node]) for node in each.parameters]
+        values = {"n_embd": context.config.n_embd, **each.values}
+        yield Deviation(_first_tap(hf), lines, values, code=each.code)
 
 
-detects("shared_parameters")(_unknown("shared_parameters"))
-deviation(
-    "compat does not know this part: {found}",
-    "Rewrite this part as GPT-2 computes it.",
-    code="unknown_part",
-)(_unknown("unknown_part"))
-deviation(
-    "q, k or v is projected twice{like}, but GPT-2 projects each of them once",
-    "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
-    code="latent_attention",
-)(_unknown("latent_attention"))
-deviation(
-    "each head projects only {found} of the {n_embd} channels of its input, but GPT-2's heads "
-    "project all of them",
-    "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
-    code="sliced_heads",
-)(_unknown("sliced_heads"))
-deviation(
-    "{found}, but GPT-2 projects all heads together, to all channels",
-    "self.c_proj = nn.Linear({n_embd}, {n_embd})",
-    code="per_head_projection",
-)(_unknown("per_head_projection"))
+QKV = "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})"
+for _code, _message, _fix in (
+    (
+        "unknown_part",
+        "compat does not know this part: {found}",
+        "Rewrite this part as GPT-2 computes it.",
+    ),
+    (
+        "latent_attention",
+        "q, k or v is projected twice{like}, but GPT-2 projects each of them once",
+        QKV,
+    ),
+    (
+        "sliced_heads",
+        "each head projects only {found} of the {n_embd} channels of its input, but GPT-2's heads "
+        "project all of them",
+        QKV,
+    ),
+    (
+        "per_head_projection",
+        "{found}, but GPT-2 projects all heads together, to all channels",
+        "self.c_proj = nn.Linear({n_embd}, {n_embd})",
+    ),
+):
+    deviation(_message, _fix, code=_code)(_unknown)
 
 
 @deviation(
@@ -351,15 +347,15 @@ def _repeated_call(context: DiagnosisContext, unknown: UnknownProjection) -> Pla
 # Missing parameters
 
 
-def _missing(code: str) -> Detector:
-    """Return a detector of one of the codes in `MISSING`."""
-
-    def detect(context: DiagnosisContext) -> Iterator[Deviation]:
-        tensors = [hf for hf in context.unmatched.names if _code_of(context, hf) == code]
-        if code == "no_qkv_bias":
-            tensors += _partly_missing_biases(context)
-        if not tensors:
-            return
+def _missing(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect tensors that the model has no parameter for, with the codes in `MISSING`."""
+    by_code: dict[str | None, list[str]] = {}
+    for hf in context.unmatched.names:
+        by_code.setdefault(_code_of(context, hf), []).append(hf)
+    by_code.setdefault("no_qkv_bias", []).extend(_partly_missing_biases(context))
+    for code in MISSING:
+        if not (tensors := by_code.get(code)):
+            continue
         module = tensors[0].rpartition(".")[0]
         norm = context.places.named.get(module)
         place = None if code == "no_ln_weight" else context.owner_of(f"{module}.weight")
@@ -374,9 +370,17 @@ def _missing(code: str) -> Detector:
         values = {"tensors": listed(collapse_layers(tensors)), "n_embd": context.config.n_embd}
         modules = dict.fromkeys(hf.rpartition(".")[0] for hf in tensors)
         lines = [place, *(line for m in modules for line in context.owners_of(f"{m}.weight"))]
-        yield Deviation(_first_tap(tensors[0]), lines, values, changes)
-
-    return detect
+        message = ""
+        if code == "no_out_proj" and place:
+            names = {path.rpartition(".")[2] for path, _ in context.model.named_modules()}
+            if unused := source.unused_result(place, names):
+                lines = [unused, place]
+                message = (
+                    "the result of this module is not used, so attention has no output "
+                    "projection, but the checkpoint has {tensors}"
+                )
+        tap = _first_tap(tensors[0])
+        yield Deviation(tap, lines, values, changes, message=message, code=code)
 
 
 def _built_qkv(context: DiagnosisContext) -> Place | None:
@@ -397,20 +401,6 @@ def _partly_missing_biases(context: DiagnosisContext) -> list[str]:
         hf for hf, attention in attentions.items()
         if {*partly.get(hf, "")} - {*attention.unprojected} and not attention.shared_kv
     ]  # fmt: skip
-
-
-def _no_out_proj(context: DiagnosisContext) -> Iterator[Deviation]:
-    """Yield an output projection that is missing, or whose result is not used."""
-    for found in _missing("no_out_proj")(context):
-        modules = {path.rpartition(".")[2] for path, _ in context.model.named_modules()}
-        place = found.lines[0]
-        if place and (unused := source.unused_result(place, modules)):
-            message = (
-                "the result of this module is not used, so attention has no output "
-                "projection, but the checkpoint has {tensors}"
-            )
-            found = replace(found, lines=[unused, place], message=message)
-        yield found
 
 
 def _code_of(context: DiagnosisContext, hf: str) -> str | None:
@@ -517,9 +507,7 @@ MISSING = {
     "no_ln_weight": ("the norm has no weight", NORM),
 }
 for _code, (_lacks, _fix) in MISSING.items():
-    _message = f"{_lacks}, but the checkpoint has {{tensors}}"
-    _detector = _no_out_proj if _code == "no_out_proj" else _missing(_code)
-    deviation(_message, _fix, code=_code)(_detector)
+    deviation(f"{_lacks}, but the checkpoint has {{tensors}}", _fix, code=_code)(_missing)
 
 
 @detects("no_mlp_bias")
@@ -574,12 +562,15 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
             place = graph.place(graph.first_reader([parameter])) or place
     blocks = {name.split(".")[1]: None for name in shared if name.startswith("h.")}
     first_block = f"h.{other.split('.')[1]}"
-    parts_of_block = [name.removeprefix(first_block) for name in _assigned(context, first_block)]
-    whole = [i for i in blocks if all(f"h.{i}{part}" in shared for part in parts_of_block)]
+    parts = [name for name in context.mapping.by_tensor if name.startswith(f"{first_block}.")]
+    suffixes = [name.removeprefix(first_block) for name in parts]
+    whole = [i for i in blocks if all(f"h.{i}{suffix}" in shared for suffix in suffixes)]
     lines = [place]
     if whole and list(blocks) == whole:
         values = {"tensors": f"the blocks {listed([first_block, *(f'h.{i}' for i in whole)])}"}
-        lines.append(source.building(context.model, _own_path(context, first_block)))
+        nodes = (n for name in parts for n in context.mapping.by_tensor[name][0])
+        own_path = _common_module([context.graph.names[node] for node in nodes])
+        lines.append(source.building(context.model, own_path))
     elif within := _within_blocks(shared):
         values = {"tensors": within}
     else:
@@ -602,18 +593,6 @@ def _within_blocks(shared: Mapping[str, str]) -> str:
     blocks = dict.fromkeys(f"h.{n[1]}.part" for n, _ in pairs if n)
     [layers] = collapse_layers(list(blocks))
     return f"in {layers.removesuffix('.part')}, {listed(list(parts))}"
-
-
-def _assigned(context: DiagnosisContext, block: str) -> list[str]:
-    """Return the checkpoint's tensors of a block that the model has a parameter for."""
-    return [name for name in context.mapping.by_tensor if name.startswith(f"{block}.")]
-
-
-def _own_path(context: DiagnosisContext, block: str) -> str:
-    """Return the path of the model's module that holds a block."""
-    assigned = context.mapping.by_tensor
-    nodes = (node for name in _assigned(context, block) for node in assigned[name][0])
-    return _common_module([context.graph.names[node] for node in nodes])
 
 
 def _common_module(names: Sequence[str]) -> str:

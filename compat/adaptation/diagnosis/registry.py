@@ -108,13 +108,16 @@ def find_deviations(context: DiagnosisContext) -> list[Deviation]:
     """Run every detector. One that fails is reported and does not stop the others."""
     found: list[Deviation] = []
     failed: dict[str, list[str]] = {}  # the codes that could not be checked, by error
+    results: dict[Detector, list[Deviation]] = {}  # some detect several codes, and run once
     for code, detector in DETECTORS:
         try:
-            deviations = [each for each in detector(context) if each.code in ("", code)]
+            if detector not in results:
+                results[detector] = list(detector(context))
         except Exception as error:
             first_line = str(error).partition("\n")[0]
             failed.setdefault(f"{type(error).__name__}: {first_line}", []).append(code)
             continue
+        deviations = [each for each in results[detector] if each.code in ("", code)]
         for each in deviations:
             each.code = code
             if len(each.layers) == len(context.layers):
