@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import ACTIVATIONS, Operand
+from compat.adaptation.anatomy.dissect import ACTIVATIONS, Layer, Operand
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.attention_formula import (
     SOFTMAX_AXES,
@@ -82,11 +82,10 @@ class LayerAttention:
     @cached_property
     def before(self) -> list[Node]:
         """The operations between the projections and the products, of which GPT-2 has none."""
-        operands = [o.node for op in self.layer.attention_ops for o in (op.q, op.k, op.v)]
         ends = self.layer.qkv_ends
         if self.attention.indirect:  # without projections of gates
             ends = [*self.attention.q.nodes, *self.attention.k.nodes, *self.attention.v.nodes]
-        return self.graph.on_paths(ends, operands)
+        return self.graph.on_paths(ends, operands_of(self.layer))
 
     @cached_property
     def unsplit(self) -> str:
@@ -133,10 +132,9 @@ class LayerAttention:
         operands = {op.q.node, op.k.node, op.v.node}
         for n in self.inside:
             if n in self.graph.live and op.scores in above[n]:
-                for a in live_inputs(self.graph, n):
-                    own = operands & (above[a] | {a})
-                    if not own and others & (above[a] | {a}):
-                        return n
+                computed = (above[a] | {a} for a in live_inputs(self.graph, n))
+                if any(others & each and not operands & each for each in computed):
+                    return n
         return None
 
     @cached_property
@@ -191,7 +189,7 @@ class LayerAttention:
         if self.formula and (self.formula.hidden is None or self.formula.axis != -1):
             return None
         softmaxes = {*self.live(SOFTMAXES)}
-        if self.formula is None and not softmaxes and not self.live(frozenset({"exp"})):
+        if self.formula is None and not softmaxes:
             return None
         for node in self.live(frozenset({"masked_fill", "where"})):
             if self.graph.ancestors[node] & softmaxes:
@@ -310,12 +308,6 @@ class LayerAttention:
         sums, of_keys = self.weights.sum(-1), self.weights.sum(-2)
         ones = torch.ones_like(sums)
         return torch.allclose(of_keys, ones) and not torch.allclose(sums, ones)
-
-    @property
-    def token_without_keys(self) -> int | None:
-        """The first token whose probabilities are NaN, because all of its scores are hidden."""
-        rows = self.weights.isnan().all(-1)[0, 0]
-        return int(rows.nonzero()[0]) if rows.any() else None
 
     @cached_property
     def masked(self) -> list[Node]:
@@ -444,6 +436,11 @@ class LayerAttention:
             changes = Changes(attention={self.i: formula}) if formula else self.own_attention
         tap = f"h.{self.i}.{tap}"
         return Deviation(tap, lines, values, changes, message=message, code=code)
+
+
+def operands_of(layer: Layer) -> list[Node]:
+    """Return q, k and v in the products of a layer's attention."""
+    return [operand.node for op in layer.attention_ops for operand in (op.q, op.k, op.v)]
 
 
 def attention_in(context: DiagnosisContext, i: int) -> LayerAttention:
@@ -584,7 +581,7 @@ def changed_heads(layer: LayerAttention) -> Deviation | None:
     graph, start, end = layer.graph, merged(layer.attention.heads), layer.layer.heads
     ends = [op.out.node for op in layer.layer.attention_ops]
     nodes = [n for n in graph.on_paths(ends, [end]) if kind(n) not in MOVES | JOINS]
-    if (view := token_view(graph, end)) is None:
+    if not nodes or (view := token_view(graph, end)) is None:
         return None
     changes = Changes(heads={layer.i: function_between(graph, start, view)})
     values = operations(nodes, "the heads", "their projection")
@@ -602,9 +599,9 @@ def no_qkv_projection(layer: LayerAttention) -> Deviation | None:
     operands = [getattr(layer.op, letter).node for letter in letters]
     place = source.running(layer.graph, layer.graph.on_paths([layer.layer.x1], operands))
     place = place or layer.graph.place(layer.op.product)  # the product reads the input itself
-    name, weights = f"h.{layer.i}.attn.c_attn", dict[str, Tensor | None]()
+    weights: dict[str, Tensor | None] = {}
     for tensor, empty in (("weight", torch.eye), ("bias", torch.zeros)):
-        hf = f"{name}.{tensor}"
+        hf = f"h.{layer.i}.attn.c_attn.{tensor}"
         absent = layer.context.unmatched.partly.get(hf, "")
         if {*absent} >= {*letters}:
             parts = list(layer.context.weights[hf].chunk(3, dim=-1))
@@ -1007,8 +1004,8 @@ def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     severity="info",
 )
 def finite_mask(context: DiagnosisContext) -> Iterator[Deviation]:
-    layers = [attention_in(context, i) for i, _ in context.layers[:1]]
-    for node, values in (mask for layer in layers for mask in _masks_like_gpt2(layer)):
+    masks = _masks_like_gpt2(attention_in(context, 0)) if context.layers else ()
+    for node, values in masks:
         lowest = min(value.min().item() for value in values)
         if -1e30 < lowest <= -1e3:
             place = source.running(context.graph, [node])
@@ -1062,10 +1059,11 @@ def _other_mask(layer: LayerAttention, formula: AttentionFormula) -> Deviation |
     # The line that creates the mask, and the one that applies it.
     applied = source.running(layer.graph, layer.masked) or layer.softmax_line
     found = layer.deviation(_mask_line(layer), applied, code=code, **values)
-    if (token := layer.token_without_keys) is not None:  # nothing can be compared with NaN
+    without_keys = layer.weights.isnan().all(-1)[0, 0].nonzero()  # tokens without a visible score
+    if len(without_keys):  # nothing can be compared with NaN
         message = (
-            f"token {token} attends to no token, so its probabilities are NaN, but in GPT-2 "
-            "each token attends to itself and to all tokens before it"
+            f"token {int(without_keys[0])} attends to no token, so its probabilities are NaN, but "
+            "in GPT-2 each token attends to itself and to all tokens before it"
         )
         return replace(found, changes=None, message=message)
     return found
@@ -1155,13 +1153,12 @@ for _code, _message, _fix in (
 )
 def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
     """Detect a cast of the scores, which only the source shows in a float32 model."""
-    graph, first = context.graph, context.anatomy.layers[:1]
-    attention_ops = [op for layer in first for op in layer.attention_ops]
-    operands = [operand.node for op in attention_ops for operand in (op.q, op.k, op.v)]
-    ends = [op.out.node for op in attention_ops]
-    starts = [n for layer in first for n in layer.qkv]
-    if any(context.mapping.attentions[i].rotated for i, _ in enumerate(first)):
-        starts = operands  # a rotation in float32 may return the model's type
+    if not context.layers:
+        return
+    graph, layer = context.graph, context.anatomy.layers[0]
+    operands, ends = operands_of(layer), [op.out.node for op in layer.attention_ops]
+    # A rotation in float32 may return the model's type.
+    starts = operands if context.mapping.attentions[0].rotated else layer.qkv
     for node in graph.between([*ends, *operands], starts):
         place = graph.place(node) if node in graph.live else None
         cast = place and re.search(r"\.(float|double)\(\)|torch\.(float32|float64)", place.text)
@@ -1220,8 +1217,7 @@ def _fused(context: DiagnosisContext) -> Fused | None:
 def _split_line(context: DiagnosisContext, *kinds: str) -> Place | None:
     """Return the line that splits the projection into q, k and v, or else that builds it."""
     graph, layer = context.graph, context.anatomy.layers[0]
-    ends = [operand.node for op in layer.attention_ops for operand in (op.q, op.k, op.v)]
-    live = graph.live_between(ends, layer.qkv)
+    live = graph.live_between(operands_of(layer), layer.qkv)
     return source.running(graph, live, *kinds) or context.owner_of("h.0.attn.c_attn.weight")
 
 
@@ -1248,14 +1244,8 @@ def _swapped(context: DiagnosisContext) -> Iterator[Deviation]:
 def _named_roles(context: DiagnosisContext) -> dict[str, str]:
     """Return which of q, k and v the name of each one's parameter suggests."""
     graph, layer = context.graph, context.anatomy.layers[0]
-    parameters = {
-        role: set(
-            graph.parameters_between(
-                [getattr(c, role).node for c in layer.attention_ops], [layer.x1]
-            )
-        )
-        for role in "qkv"
-    }
+    operands = {role: [getattr(op, role).node for op in layer.attention_ops] for role in "qkv"}
+    parameters = {r: {*graph.parameters_between(n, [layer.x1])} for r, n in operands.items()}
     roles: dict[str, str] = {}
     for role, nodes in parameters.items():
         shared = set().union(*(parameters[x] for x in parameters if x != role))

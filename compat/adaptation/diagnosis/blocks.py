@@ -22,6 +22,7 @@ from compat.adaptation.diagnosis.activations import (
     called_activation,
     canonical_activation,
 )
+from compat.adaptation.diagnosis.attention import operands_of
 from compat.adaptation.diagnosis.context import Branch, DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes, combine
 from compat.adaptation.diagnosis.norms import PRE_NORM, branch_line
@@ -428,10 +429,8 @@ def hyper_connections(context: DiagnosisContext) -> Iterator[Deviation]:
 def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
     graph = context.graph
     sums = {branch.tap: branch.total for branch in context.branches}
-    inside = {
-        node for _, layer in context.layers for op in layer.attention_ops
-        for node in graph.live_between([op.q.node, op.k.node, op.v.node], [layer.x1])
-    }  # fmt: skip
+    spans = ((operands_of(layer), [layer.x1]) for _, layer in context.layers)
+    inside = {node for ends, starts in spans for node in graph.live_between(ends, starts)}
     doubled = [
         node for node in graph.nodes
         if node in graph.live - inside and kind(node) == "add" and len(tensor_inputs(node)) == 2

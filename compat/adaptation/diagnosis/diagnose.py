@@ -80,8 +80,8 @@ def diagnose(
             each.changes = None
             each.evidence = "found in the graph, in a layer that the checkpoint does not have"
     expected, exact = reference.trace(ids)
-    if report and not any(deviation.changes for deviation in found):
-        result = counterfactual.nothing_to_explain(found)
+    if report and not any(deviation.changes for deviation in found):  # nothing to explain
+        result = counterfactual.Counterfactual(True, True, 0.0, [0.0] * len(found), None)
     else:
         with eval_mode(model):
             own = call(model, ids).detach()
