@@ -583,7 +583,7 @@ def changed_heads(layer: LayerAttention) -> Deviation | None:
     nodes = [n for n in graph.on_paths(ends, [end]) if kind(n) not in MOVES | JOINS]
     if not nodes or (view := token_view(graph, end)) is None:
         return None
-    changes = Changes(heads={layer.i: function_between(graph, start, view)})
+    changes = Changes(functions={f"h.{layer.i}.heads": [function_between(graph, start, view)]})
     values = operations(nodes, "the heads", "their projection")
     return layer.deviation(*map(graph.place, nodes), changes=changes, tap="attn", **values)
 

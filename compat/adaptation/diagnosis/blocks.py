@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from compat.adaptation.anatomy.dissect import Layer, Operand
@@ -159,9 +160,8 @@ def activation_after_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             "applies {expected} between the two projections"
         )
         fix = "Apply the activation between the projections: c_proj(act(c_fc(x)))."
-        changes = Changes(
-            mlp_output={i: late.function for i, late in layers.items() if late.function is not None}
-        )
+        functions = {i: late.function for i, late in layers.items() if late.function is not None}
+        changes = Changes(functions={f"h.{i}.mlp.c_proj": [f] for i, f in functions.items()})
         if moved:
             changes.activation = {i: ACTIVATIONS["identity"] for i in layers}
         else:
@@ -439,13 +439,13 @@ def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
     if doubled:
         lines = [graph.place(node) for node in doubled]
         terms = {tensor_inputs(node)[0] for node in doubled}
-        changes = Changes(doubled={tap for tap, total in sums.items() if total.node in terms})
+        twice = {tap: 2.0 for tap, total in sums.items() if total.node in terms}
         sums_of_terms = (line.text for node in terms for line in graph.places(node))
         in_place = any(re.search(r"\+=|\badd_\(", text) for text in sums_of_terms)
         cause = ", because an earlier in-place operation added the branch to the shortcut"
         values = {"found": f"a tensor is added to itself{cause if in_place else ''}"}
         tap = context.tap_after(doubled[0])
-        yield Deviation(tap, lines, values, changes if changes.doubled else None)
+        yield Deviation(tap, lines, values, _multiplied(twice) if twice else None)
     own = {tap: total.own_input for tap, total in sums.items() if total.own_input is not None}
     if own:
         lines = [graph.place(node) for node in own.values()]
@@ -510,10 +510,8 @@ def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
     if found:
         first = next(iter(found))
         _, kept, factor, _ = found[first]
-        changes = Changes(
-            branch_factor={name: factor for name, _, factor, _ in found.values()},
-            shortcut_factor={tap: kept for tap, (_, kept, _, _) in found.items()},
-        )
+        changes = _multiplied({name: factor for name, _, factor, _ in found.values()})
+        changes.shortcut_factor = {tap: kept for tap, (_, kept, _, _) in found.items()}
         lines = [source.running(context.graph, nodes) for *_, nodes in found.values()]
         values = {"found": f"{kept:.6g}", "branch": f"{factor:.6g}"}
         yield Deviation(first, lines, values, changes)
@@ -533,7 +531,7 @@ def scaled_sums(context: DiagnosisContext) -> Iterator[Deviation]:
                 found[after] = factor, scaled[0]
     if found:
         factor, _ = next(iter(found.values()))
-        changes = Changes(stream={tap: partial(torch.mul, f) for tap, (f, _) in found.items()})
+        changes = _multiplied({tap: factor for tap, (factor, _) in found.items()})
         lines = [graph.place(node) for _, node in found.values()]
         values = {"found": f"{factor:.6g}", "branch": f"{factor:.6g}"}
         yield Deviation(next(iter(found)), lines, values, changes)
@@ -551,7 +549,7 @@ def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
         lines += [source.running(graph, products) for products, _ in found.values()]
         factors_of = {branch: value for branch, (_, value) in found.items()}
         without_effect = all(bool((value == 1).all()) for value in factors_of.values())
-        changes = None if without_effect else Changes(branch_factor={**factors_of})
+        changes = None if without_effect else _multiplied(factors_of)
         first, value = next(iter(factors_of.items()))
         values = {
             "found": listed(names, 4),
@@ -563,6 +561,11 @@ def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
         )
         severity: Severity | None = "info" if without_effect else None
         yield Deviation(first, lines, values, changes, message=message, severity=severity)
+
+
+def _multiplied(factors: Mapping[str, float | Tensor]) -> Changes:
+    """Return the change by which what follows these taps is multiplied by numbers or by (C,)."""
+    return Changes(functions={tap: [partial(torch.mul, f)] for tap, f in factors.items()})
 
 
 def _factor(context: DiagnosisContext, start: Node, end: Node) -> float | None:
@@ -682,5 +685,5 @@ def _operations(
         return None  # other values change which experts run
     lines = [graph.place(node) for node in nodes]
     lines += [line for each in lines if each for line in source.callers(graph, each)][:4]
-    changes = Changes(stream={after: function})
+    changes = Changes(functions={after: [function]})
     return Deviation(None, lines, operations(nodes, after, before), changes)

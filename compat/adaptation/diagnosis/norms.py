@@ -17,7 +17,7 @@ from compat.adaptation.anatomy.norms import (
 )
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
-from compat.adaptation.diagnosis.modified_reference import Changes
+from compat.adaptation.diagnosis.modified_reference import Changes, Function
 from compat.adaptation.diagnosis.registry import Deviation, deviation
 from compat.adaptation.mapping.linear_maps import function_between, token_view
 from compat.adaptation.tracing.graph import (
@@ -74,7 +74,7 @@ def norms_where(
     yield from seen.values()
 
 
-def _own_formula(graph: Graph, name: str, norm: Norm) -> dict[str, Callable[[Tensor], Tensor]]:
+def _own_formula(graph: Graph, name: str, norm: Norm) -> dict[str, Function]:
     """Return a norm's name and its formula without parameters, (B, T, C) → (B, T, C)."""
     start, end = token_view(graph, norm.start), token_view(graph, norm.end)
     if start is None or end is None:
@@ -266,14 +266,14 @@ def extra_ln(context: DiagnosisContext) -> Iterator[Deviation]:
             readers = {"ln_1": "q", "ln_2": "fc", "ln_f": "logits"}
             block, _, name = first.removesuffix(".after").rpartition(".")
             tap = f"{block}.{readers[name]}".removeprefix(".")
-        yield Deviation(tap, lines, {}, Changes(extra_norm=functions))
+        yield Deviation(tap, lines, {}, Changes(functions=functions))
 
 
-def _functions(graph: Graph, norms: Mapping[str, Norm]) -> dict[str, Callable[[Tensor], Tensor]]:
+def _functions(graph: Graph, norms: Mapping[str, Norm]) -> dict[str, list[Function]]:
     """Return functions that compute norms with their own parameters: (B, T, C) → (B, T, C)."""
     views = {at: (token_view(graph, n.start), token_view(graph, n.end)) for at, n in norms.items()}
     return {
-        at: function_between(graph, start, end) for at, (start, end) in views.items()
+        at: [function_between(graph, start, end)] for at, (start, end) in views.items()
         if start is not None and end is not None
     }  # fmt: skip
 
