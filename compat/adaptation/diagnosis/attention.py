@@ -19,6 +19,7 @@ from compat.adaptation.diagnosis.attention_formula import (
     SOFTMAX_AXES,
     AttentionFormula,
     AttentionPiece,
+    attention_of,
     described_bias,
     mask_code,
     rotation_of,
@@ -59,9 +60,11 @@ class LayerAttention:
         self.graph = self.context.graph
         self.layer = self.context.anatomy.layers[self.i]
         self.op = self.layer.attention_ops[0]
-        self.attention = self.context.mapping.attentions[self.i]
-        self.formula = self.context.attention_formulas[self.i]
-        inner = self.context.inner_formulas[self.i]
+        self.attention = attention = self.context.mapping.attentions[self.i]
+        # The formulas of q, k and v, and of the operands of their products if it is indirect.
+        self.measured = None if attention.over_heads else attention_of(self.graph, attention)
+        self.inner = None if attention.inner is None else attention_of(self.graph, attention.inner)
+        self.formula, inner = self.measured, self.inner
         if self.formula is None and inner is not None:
             # Something is applied to q, k and v before their products, whose formula is `inner`.
             explained = self.is_normalized or self.shift is not None or self.is_turned
@@ -97,7 +100,7 @@ class LayerAttention:
         found = piece.heads(*plain)
         reshaped = [x.transpose(1, 2).reshape(x.shape) for x in plain]
         scale = self.context.config.attention_scale(self.i)
-        formula = self.context.inner_formulas[self.i] or causal(piece.T, scale)
+        formula = self.inner or causal(piece.T, scale)
         for wrong in ("qkv", "q", "k", "v", "qk", "qv", "kv"):
             q, k, v = (reshaped[i] if x in wrong else plain[i] for i, x in enumerate("qkv"))
             if torch.allclose(found, formula.probabilities(q @ k.mT) @ v, rtol=1e-5, atol=1e-5):
@@ -267,7 +270,7 @@ class LayerAttention:
         if not self.attention.indirect:
             return [n for n in self.before if kind(n) in ACTIVATIONS]
         changing = [n for n in self.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
-        if (formula := self.context.attention_formulas[self.i]) is not None:
+        if (formula := self.measured) is not None:
             operands = [op.v.node for op in self.layer.attention_ops]
             of_values = {*self.graph.on_paths(self.attention.v.nodes, operands)}
             return [n for n in changing if n in of_values and self._changes_values(formula)]
@@ -646,12 +649,11 @@ def grouped_query_attention(layer: LayerAttention) -> Deviation | None:
     kv_heads = layer.attention.kv_heads
     if not kv_heads:
         return None
-    place = source.running(layer.graph, [layer.op.k.node]) or layer.scores_line
+    place = layer.graph.place(layer.op.k.node) or layer.scores_line
     keys = layer.graph.between([layer.op.k.node], [layer.layer.x1])
     projections = [n for n in layer.layer.qkv if n in keys]
-    weights = layer.graph.parameters_between(projections, [layer.layer.x1])
-    lines = [place, source.running(layer.graph, projections)]
-    lines += [source.built(layer.context.model, layer.graph.names[n]) for n in weights[:1]]
+    built = layer.context.built_between(projections, [layer.layer.x1])
+    lines = [place, source.running(layer.graph, projections), built]
     values = {
         "found": f"{kv_heads} head{'s' * (kv_heads > 1)}",
         "n_head": layer.attention.q.index.shape[1],
@@ -710,7 +712,7 @@ def time_shift(layer: LayerAttention) -> Deviation | None:
         return None
     name, distance, node = layer.shift
     found = f"{name} of each token is computed from {_distant(distance)}"
-    place = source.running(layer.graph, [node])
+    place = layer.graph.place(node)
     indirect = layer.attention.indirect and layer.formula is not None
     changes = layer.own_attention if indirect else None
     return Deviation(f"h.{layer.i}.q", [place], {"found": found}, changes, evidence=SHIFTED)
@@ -1008,7 +1010,7 @@ def finite_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     for node, values in masks:
         lowest = min(value.min().item() for value in values)
         if -1e30 < lowest <= -1e3:
-            place = source.running(context.graph, [node])
+            place = context.graph.place(node)
             yield Deviation(None, [place], {"found": lowest})
             return
 
@@ -1178,7 +1180,7 @@ def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
             continue
         layers = [i for i, n_head in enumerate(by_layer) if n_head == found]
         op = context.anatomy.layers[layers[0]].attention_ops[0]
-        place = source.running(context.graph, [op.q.node])
+        place = context.graph.place(op.q.node)
         heads = "1 head" if found == 1 else f"{found} heads"
         width = context.mapping.attentions[layers[0]].q.index.shape[3]
         is_as_wide = found * width == context.config.n_embd

@@ -330,7 +330,7 @@ def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
     layers = [i for i, layer in context.layers if not layer.has_mlp]
     if layers and not _mlp_first(context):
         layer = context.anatomy.layers[layers[0]]
-        place = source.running(context.graph, [layer.mid])
+        place = context.graph.place(layer.mid)
         if layer.attn_sum.shortcut is None:
             place = source.module_call(context.graph, context.model, layer.attention_ops[0].product)
         changes = Changes(no_mlp=set(layers))
@@ -362,7 +362,7 @@ def one_mlp_projection(context: DiagnosisContext) -> Iterator[Deviation]:
     layers = [i for i, layer in context.layers if layer.fc is not None and layer.mlp_proj is None]
     if layers:
         layer = context.anatomy.layers[layers[0]]
-        place = source.running(context.graph, [layer.fc_end])
+        place = context.graph.place(layer.fc_end)
         yield Deviation(f"h.{layers[0]}.mlp", [place])
 
 
@@ -378,11 +378,11 @@ def parallel_block(context: DiagnosisContext) -> Iterator[Deviation]:
     layer = context.anatomy.layers[layers[0]]
     fused = [each for each in context.mapping.unknown if each.code == "parallel_block"]
     if fused:  # one projection for both branches, so neither is loaded
-        lines = [source.running(graph, [layer.mlp])]
+        lines = [graph.place(layer.mlp)]
         lines += [source.built(context.model, graph.names[fused[0].parameters[0]])]
         yield Deviation(f"h.{layers[0]}.q", lines)
     else:
-        place = source.running(graph, [layer.mlp_sum.node])
+        place = graph.place(layer.mlp_sum.node)
         yield Deviation(f"h.{layers[0]}.fc", [place], {}, Changes(parallel=set(layers)))
 
 

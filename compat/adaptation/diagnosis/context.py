@@ -15,10 +15,6 @@ from compat.adaptation.anatomy.dissect import Anatomy, Layer, Sum
 from compat.adaptation.anatomy.norms import NormFormula, NormPlaces, formula_of
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.activations import Activation, activation_of, called_activation
-from compat.adaptation.diagnosis.attention_formula import (
-    AttentionFormula,
-    attention_of,
-)
 from compat.adaptation.mapping.assignments import Assignments, Unmatched
 from compat.adaptation.mapping.embeddings import EmbeddingFormula, embedding_of
 from compat.adaptation.tracing.graph import (
@@ -158,22 +154,6 @@ class DiagnosisContext:
         """The formula of each norm, by name; None if it is unknown."""
         return {name: formula_of(self.graph, norm) for name, norm in self.places.named.items()}
 
-    @cached_property
-    def attention_formulas(self) -> list[AttentionFormula | None]:
-        """The formula of attention in each layer; None if it is unknown."""
-        return [
-            None if attention.over_heads else attention_of(self.graph, attention)
-            for attention in self.mapping.attentions
-        ]
-
-    @cached_property
-    def inner_formulas(self) -> list[AttentionFormula | None]:
-        """The formula of the operands of the products in each layer whose attention is indirect."""
-        return [
-            None if attention.inner is None else attention_of(self.graph, attention.inner)
-            for attention in self.mapping.attentions
-        ]
-
     @property
     def n_head(self) -> int | None:
         """The number of heads in the first layer."""
@@ -258,6 +238,11 @@ class DiagnosisContext:
     def owners_of(self, hf: str) -> list[Place | None]:
         """Return the same for each of the modules among which a tensor is divided."""
         return [source.built(self.model, self.graph.names[node]) for node in self.nodes_of(hf)]
+
+    def built_between(self, targets: list[Node], cuts: list[Node]) -> Place | None:
+        """Return the line that builds the first parameter that `targets` are computed with."""
+        parameters = self.graph.parameters_between(targets, cuts)
+        return source.built(self.model, self.graph.names[parameters[0]]) if parameters else None
 
     def tap_after(self, node: Node) -> str:
         """Return the first tap that is computed by a node or after it."""

@@ -303,7 +303,7 @@ def softmax_output(context: DiagnosisContext) -> Iterator[Deviation]:
     if (node := context.mapping.output_softmax) is not None:
         built = source.torch_built(context.model, [node])
         found = "the logarithm of the softmax" if "log" in kind(node) else "the softmax"
-        lines = [built, source.running(context.graph, [node])]
+        lines = [built, context.graph.place(node)]
         yield Deviation("logits", lines, {"found": found}, Changes())
 
 
@@ -321,7 +321,7 @@ def changed_logits(context: DiagnosisContext) -> Iterator[Deviation]:
     only_guards = guards and all(kind(node) in ("where", "masked_fill") for node in others)
     for node in (guards if only_guards else others)[:1]:
         evidence = "found in the graph, but not tested for its effect on the logits"
-        place = source.running(graph, [node])
+        place = graph.place(node)
         yield Deviation("logits", [place], {"found": kind(node)}, evidence=evidence)
 
 
@@ -340,7 +340,7 @@ def _joins_others(context: DiagnosisContext, node: Node) -> bool:
 )
 def last_position_only(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.last_only is not None and not context.is_pooled:
-        yield Deviation(None, [source.running(context.graph, [context.last_only])])
+        yield Deviation(None, [context.graph.place(context.last_only)])
     elif context.with_targets:
         yield Deviation(None, [source.matching(context.model, r"\[:, *\[? *-1|\[:, *-1 *:")])
 
@@ -352,7 +352,7 @@ def last_position_only(context: DiagnosisContext) -> Iterator[Deviation]:
 )
 def pooled_positions(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.last_only is not None and context.is_pooled:
-        place = source.running(context.graph, [context.last_only])
+        place = context.graph.place(context.last_only)
         yield Deviation("ln_f", [place], {"found": POOLS[kind(context.last_only)]})
 
 
@@ -397,6 +397,6 @@ RESHAPES = {
 def output_shape(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.output_shape and not context.with_targets:
         pattern, how = RESHAPES[context.output_shape]
-        place = source.running(context.graph, [context.anatomy.head])
+        place = context.graph.place(context.anatomy.head)
         place = source.matching(context.model, pattern) or place
         yield Deviation(None, [place], {"found": context.output_shape, "how": how})

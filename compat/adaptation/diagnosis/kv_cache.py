@@ -19,11 +19,7 @@ from compat.adaptation.diagnosis.embeddings_and_head import position_line
 from compat.adaptation.diagnosis.findings import finding
 from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.result import Finding
-from compat.adaptation.tracing.calling import (
-    CallSignature,
-    describe_error,
-    plain_kernels,
-)
+from compat.adaptation.tracing.calling import CallSignature, describe_error, plain_kernels
 from compat.adaptation.tracing.graph import Place
 from compat.adaptation.tracing.watched import AlignedCausalMask
 from compat.parity.outputs import find_logits

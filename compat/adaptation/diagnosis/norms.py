@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.anatomy.norms import (
-    Norm,
-    NormFormula,
-    own_formula,
-)
+from compat.adaptation.anatomy.norms import Norm, NormFormula, own_formula
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes, Function

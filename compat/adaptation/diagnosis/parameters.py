@@ -46,8 +46,7 @@ def n_embd_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     name, fix = "the embedding width", f"Set the embedding width to {expected}."
     if len(named) == 1:
         name, fix = named[0], f"{named[0]}={expected}"
-    tables = context.graph.parameters_between([context.anatomy.token_embedding], [])
-    place = source.built(context.model, context.graph.names[tables[0]]) if tables else None
+    place = context.built_between([context.anatomy.token_embedding], [])
     values = {"name": name, "found": found, "expected": expected, "fix": fix}
     yield Deviation("embed", [place], values)
 
@@ -97,30 +96,29 @@ def _positions(context: DiagnosisContext) -> int | None:
 
 @deviation("the number of layers is {found}, but the checkpoint's is {expected}", "{fix}")
 def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
-    found, expected = len(context.anatomy.layers), context.config.n_layer
+    graph, model = context.graph, context.model
+    layers, head = context.anatomy.layers, context.anatomy.head
+    found, expected = len(layers), context.config.n_layer
     if found == expected:
         return
     if repeated := _first_repeated(context):
-        layers, model = context.anatomy.layers, context.model
-        place = source.calling(context.graph, model, layers[repeated].attn, context.anatomy.head)
+        place = source.calling(graph, model, layers[repeated].attn, head)
         message = "the {expected} blocks are run {found} times in all, but GPT-2 runs each once"
         again = {"found": found, "expected": expected, "fix": "for block in blocks: x = block(x)"}
         yield Deviation(f"h.{repeated - 1}.out", [place], again, message=message)
         return
-    layers = context.anatomy.layers
-    own = [tuple(context.graph.parameters_between(n.qkv_ends, [n.x1])) for n in layers]
+    own = [tuple(graph.parameters_between(n.qkv_ends, [n.x1])) for n in layers]
     if len({*own}) == expected and context.unmatched.shared:  # attention alone is called again
         return
-    assigned, names = context.mapping.by_tensor, context.graph.names
+    assigned, names = context.mapping.by_tensor, graph.names
     first = names[own[0][0]] if own and own[0] else ""
     blocks, *numbered = re.split(r"\.\d+\.", first)
     # The list of blocks; without one, the first module of the only block.
-    place = source.building(context.model, blocks if numbered else first.split(".")[0])
+    place = source.building(model, blocks if numbered else first.split(".")[0])
     values: dict[str, Any] = {"found": found, "expected": expected, "fix": f"n_layer={expected}"}
     message = ""
     if numbered and _count_of_blocks(context, blocks) == expected > found:
-        anatomy = context.anatomy
-        place = source.calling(context.graph, context.model, anatomy.layers[0].attn, anatomy.head)
+        place = source.calling(graph, model, layers[0].attn, head)
         values["fix"] = "x = block(x)"
         message = (
             "the logits depend on {found} of the {expected} layers only, because the results of "
@@ -131,9 +129,9 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
             message = "{found} of the {expected} blocks compute attention, but in GPT-2 all do"
     if place is None and "wte.weight" in assigned:
         table = names[assigned["wte.weight"][0][0]]
-        place = source.building(context.model, table.split(".")[0])
+        place = source.building(model, table.split(".")[0])
     if not found:
-        place = source.running(context.graph, [context.anatomy.head])
+        place = graph.place(head)
     changes = Changes(n_layer=found) if found < expected else None
     tap = f"h.{min(found, expected) - 1}.out" if found else "ln_f"
     yield Deviation(tap, [place], values, changes, message=message)
@@ -146,10 +144,8 @@ def _first_repeated(context: DiagnosisContext) -> int:
     """
     graph, outs = context.graph, [layer.out for layer in context.anatomy.layers]
     starts = [context.anatomy.embed, *outs]
-    own = [
-        frozenset(graph.parameters_between([out], [start]))
-        for start, out in zip(starts, outs, strict=False)
-    ]
+    spans = zip(starts, outs, strict=False)
+    own = [frozenset(graph.parameters_between([out], [start])) for start, out in spans]
     if not len({*own}) == context.config.n_layer < len(own):
         return 0
     return next(i for i, parameters in enumerate(own) if parameters in own[:i])
@@ -365,7 +361,7 @@ def _missing(context: DiagnosisContext) -> Iterator[Deviation]:
             place = _built_qkv(context)
         if place is None:
             end = context.anatomy.layers[0].attn if norm is None else norm.end
-            place = source.running(context.graph, [end])
+            place = context.graph.place(end)
         changes = Changes(weights={hf: _substitute(context, hf) for hf in tensors})
         values = {"tensors": listed(collapse_layers(tensors)), "n_embd": context.config.n_embd}
         modules = dict.fromkeys(hf.rpartition(".")[0] for hf in tensors)
@@ -389,8 +385,7 @@ def _built_qkv(context: DiagnosisContext) -> Place | None:
     It is known also where these are not mapped, as where several heads share a key.
     """
     layer = context.anatomy.layers[0]
-    weights = context.graph.parameters_between(layer.qkv_ends, [layer.x1])
-    return source.built(context.model, context.graph.names[weights[0]]) if weights else None
+    return context.built_between(layer.qkv_ends, [layer.x1])
 
 
 def _partly_missing_biases(context: DiagnosisContext) -> list[str]:
@@ -669,8 +664,8 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         ln_1 = context.places.named.get(f"h.{i}.ln_1")
         if ln_1 is not None and ln_1.end in graph.ancestors[layer.x1]:  # changed_stream
             known |= {*graph.parameters_between([layer.x1], [ln_1.end])}
-        attention, formula = attention_in(context, i), context.attention_formulas[i]
-        biased = formula is not None and formula.bias is not None
+        attention = attention_in(context, i)
+        biased = attention.measured is not None and attention.measured.bias is not None
         if biased or attention.adds_relative_scores or attention.op.others:  # its own finding
             for op in layer.attention_ops:
                 starts = [op.q.node, op.k.node, op.v.node, layer.x1]
