@@ -248,8 +248,8 @@ def _gated_like(context: DiagnosisContext, layer: Layer, product: Node) -> str:
 def _product_before(context: DiagnosisContext, layer: Layer) -> Node:
     """Return the product of a projection's two halves; without one, the next projection's input."""
     graph = context.graph
-    between = [n for n in graph.between([layer.act], [layer.fc_end]) if kind(n) == "mul"]
-    products = [n for n in between if sum(a in graph.live for a in n.all_input_nodes) == 2]
+    between = graph.between([layer.act], [layer.fc_end])
+    products = [n for n in between if kind(n) == "mul" and len(live_inputs(graph, n)) == 2]
     return products[-1] if products else layer.act
 
 

@@ -597,22 +597,6 @@ def _common_module(names: Sequence[str]) -> str:
     return ".".join(parts[0] for parts in shared)
 
 
-@deviation(
-    "{found} have no counterpart in GPT-2 and keep their initial values", "Remove these parameters."
-)
-def random_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
-    yield from _without_source(context, used=True)
-
-
-@deviation(
-    "{found} do not contribute to the logits and keep their initial values",
-    "Remove these parameters.",
-    severity="info",
-)
-def unused_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
-    yield from _without_source(context, used=False)
-
-
 def _is_mask(parameter: Tensor) -> bool:
     """Return whether a parameter is a causal mask: one value up to the diagonal, another above."""
     square = parameter.detach().squeeze()
@@ -647,8 +631,50 @@ def _is_identity(context: DiagnosisContext) -> bool:
     return y.numel() == x.numel() and torch.allclose(y.flatten(), x.flatten(), rtol=1e-9, atol=1e-9)
 
 
-def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviation]:
-    """Yield parameters that no tensor fills, without those of parts that have other findings."""
+def _parts_with_findings(context: DiagnosisContext) -> Iterator[tuple[list[Node], list[Node]]]:
+    """Yield results and inputs of parts whose parameters have a finding by another code."""
+    graph, anatomy = context.graph, context.anatomy
+    for i, layer in context.layers:
+        if context.mapping.attentions[i].kv_heads:  # grouped_query_attention
+            yield layer.qkv_ends, [layer.x1]
+        if layer.cross_sum is not None:
+            yield [layer.cross_sum.node], [layer.mid]
+        ln_1 = context.places.named.get(f"h.{i}.ln_1")
+        if ln_1 is not None and ln_1.end in graph.ancestors[layer.x1]:  # changed_stream
+            yield [layer.x1], [ln_1.end]
+        attention = attention_in(context, i)
+        biased = attention.measured is not None and attention.measured.bias is not None
+        if biased or attention.adds_relative_scores or attention.op.others:
+            for op in layer.attention_ops:
+                yield [op.product], [op.q.node, op.k.node, op.v.node, layer.x1]
+        if context.mapping.attentions[i].changed_heads:
+            projected = [end for _, each in context.layers[: i + 1] for end in each.qkv_ends]
+            yield [layer.heads], [layer.x1, *projected]
+        if layer.unknown:  # unknown_mlp
+            yield [layer.mlp], [layer.x2]
+        if layer.gate and layer.gate not in graph.ancestors[layer.act]:  # nothing projects it
+            yield [layer.mlp_sum.branch], [layer.x2]
+        elif layer.gate:  # without further projections, with a bias that is added to the gate
+            yield [layer.gate if layer.extra else layer.act], [layer.x2]
+    if anatomy.own_input is not None:  # extra_projection, extra_ln, or unexplained
+        yield [anatomy.embed], [anatomy.looked_up]
+    if anatomy.leading:  # extra_projection, or an MLP before attention
+        yield [anatomy.layers[0].x1], [anatomy.embed]
+
+
+@deviation(
+    "{found} do not contribute to the logits and keep their initial values",
+    "Remove these parameters.",
+    severity="info",
+    code="unused_parameters",
+)
+@deviation(
+    "{found} have no counterpart in GPT-2 and keep their initial values",
+    "Remove these parameters.",
+    code="random_parameters",
+)
+def without_source(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect parameters that no tensor fills, without those of parts that have other findings."""
     graph, model = context.graph, context.model
     known = {node for nodes, _ in context.mapping.by_tensor.values() for node in nodes}
     known = known.union(context.mapping.zeroed, *context.unmatched.nodes.values())
@@ -656,37 +682,11 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
     for factors, _ in context.learned_factors.values():
         known |= {a for node in factors for a in node.all_input_nodes if a in graph.names}
-    for i, layer in context.layers:
-        if context.mapping.attentions[i].kv_heads:  # grouped_query_attention
-            known |= {*graph.parameters_between(layer.qkv_ends, [layer.x1])}
-        if layer.cross_sum is not None:
-            known |= {*graph.parameters_between([layer.cross_sum.node], [layer.mid])}
-        ln_1 = context.places.named.get(f"h.{i}.ln_1")
-        if ln_1 is not None and ln_1.end in graph.ancestors[layer.x1]:  # changed_stream
-            known |= {*graph.parameters_between([layer.x1], [ln_1.end])}
-        attention = attention_in(context, i)
-        biased = attention.measured is not None and attention.measured.bias is not None
-        if biased or attention.adds_relative_scores or attention.op.others:  # its own finding
-            for op in layer.attention_ops:
-                starts = [op.q.node, op.k.node, op.v.node, layer.x1]
-                known |= {*graph.parameters_between([op.product], starts)}
-        if context.mapping.attentions[i].changed_heads:
-            projected = [end for _, each in context.layers[: i + 1] for end in each.qkv_ends]
-            known |= {*graph.parameters_between([layer.heads], [layer.x1, *projected])}
-        # gated_mlp; without further projections, with a bias that is added to the gate
-        own_finding = [layer.gate if layer.extra else layer.act] if layer.gate else []
-        if layer.gate and layer.gate not in graph.ancestors[layer.act]:  # nothing projects it
-            own_finding = [layer.mlp_sum.branch]
-        own_finding += [layer.mlp] if layer.unknown else []  # unknown_mlp
-        known |= set(graph.parameters_between(own_finding, [layer.x2]))
+    for ends, starts in _parts_with_findings(context):
+        known |= {*graph.parameters_between(ends, starts)}
     known |= later_tables(context)  # unexplained
-    if context.anatomy.own_input is not None:  # extra_projection, extra_ln, or unexplained
-        known |= {*graph.parameters_between([context.anatomy.embed], [context.anatomy.looked_up])}
     neutral: set[str] = set()  # by the names of parameters without effect
-    if context.anatomy.leading:  # extra_projection, or an MLP before attention
-        x1 = context.anatomy.layers[0].x1
-        known |= {*graph.parameters_between([x1], [context.anatomy.embed])}
-    elif "h.0.ln_1" in context.places.named:
+    if not context.anatomy.leading and "h.0.ln_1" in context.places.named:
         norm = context.places.named["h.0.ln_1"]
         before = {*graph.parameters_between([norm.start], [context.anatomy.embed])}
         if _is_identity(context):
@@ -698,28 +698,26 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     inputs = graph.parameters_between([graph.output], [])
     in_use = {name for node in inputs for name in graph.parameter_names(node)}
     once = {id(p): name for name, p in reversed(by_name.items())}
+    rest = [n for n, p in by_name.items() if once[id(p)] == n and id(p) not in filled]
+    used = [name for name in rest if name in in_use]
+    masks = [name for name in used if _is_mask(by_name[name])]  # which need no weights
+    without_effect = [name for name in used if name in neutral and name not in masks]
+    others = [name for name in used if name not in {*masks, *without_effect}]
     unknown_mlps = _unknown_mlps(context)
-    rest = [name for name, p in by_name.items() if once[id(p)] == name
-            and id(p) not in filled and (name in in_use) is used
-            and (used or not name.startswith(unknown_mlps))]  # fmt: skip
-    masks = [name for name in rest if used and _is_mask(by_name[name])]  # which need no weights
-    without_effect = [name for name in rest if used and name in neutral and name not in masks]
-    others = [name for name in rest if name not in {*masks, *without_effect}]
+    unused = [name for name in rest if name not in in_use and not name.startswith(unknown_mlps)]
     groups: tuple[tuple[list[str], Severity | None], ...]
-    groups = (others, None), (masks, "info"), (without_effect, "info")
+    groups = (others, None), (masks, "info"), (without_effect, "info"), (unused, None)
     for found, severity in groups:
         if not found:
             continue
         own = {node for node in inputs if not set(found).isdisjoint(graph.parameter_names(node))}
-        uses = [
-            node for node in graph.live
-            if any(own & graph.parameters_of.get(a, frozenset()) for a in node.all_input_nodes
-                   if a not in graph.live)
-        ]  # fmt: skip
-        first = min(uses, key=graph.order.__getitem__, default=None)
+        first = graph.first_reader(own) if own else None
         tap = None if first is None else context.tap_after(first)
         lines = [source.built(model, found[0]), None if first is None else graph.place(first)]
-        one = "has no counterpart in GPT-2" if used else "does not contribute to the logits"
+        code = "unused_parameters" if found is unused else "random_parameters"
+        one = "has no counterpart in GPT-2"
+        if found is unused:
+            one = "does not contribute to the logits"
         message = "" if len(found) > 1 else f"{{found}} {one} and keeps its initial value"
         if found is without_effect:
             message = "{found} has no counterpart in GPT-2, but its initial value has"
@@ -727,4 +725,4 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
                 message = "{found} have no counterpart in GPT-2, but their initial values have"
             message += " no effect on the logits"
         values = {"found": listed(found, 4)}
-        yield Deviation(tap, lines, values, severity=severity, message=message)
+        yield Deviation(tap, lines, values, severity=severity, message=message, code=code)
