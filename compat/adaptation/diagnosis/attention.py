@@ -6,19 +6,20 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import ACTIVATIONS, Operand
+from compat.adaptation.anatomy.dissect import ACTIVATIONS, Layer, Operand
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.attention_formula import (
     SOFTMAX_AXES,
     AttentionFormula,
     AttentionPiece,
+    attention_of,
     described_bias,
     mask_code,
     rotation_of,
@@ -42,6 +43,8 @@ from compat.user_models.synonyms import role_of
 SOFTMAXES = frozenset({"softmax", "_softmax", "exp", *SDPA})
 MASKS = frozenset({"masked_fill", "where", "add", "sub", "mul"})
 SHIFTED = "confirmed: changing one token changes only the result at the shifted position"
+# The codes of other orders in one parameter.
+SWAPPED = {"kqv": "qk_swapped", "kq": "qk_swapped", "qvk": "kv_swapped", "vk": "kv_swapped"}
 SPLITS = ("split", "chunk", "unbind", "split_with_sizes", "slice", "select")
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "clone")
 
@@ -57,15 +60,21 @@ class LayerAttention:
         self.graph = self.context.graph
         self.layer = self.context.anatomy.layers[self.i]
         self.op = self.layer.attention_ops[0]
-        self.attention = self.context.mapping.attentions[self.i]
-        self.formula = self.context.attention_formulas[self.i]
-        inner = self.context.inner_formulas[self.i]
+        self.attention = attention = self.context.mapping.attentions[self.i]
+        # The formulas of q, k and v, and of the operands of their products if it is indirect.
+        self.measured = None if attention.over_heads else attention_of(self.graph, attention)
+        self.inner = None if attention.inner is None else attention_of(self.graph, attention.inner)
+        self.formula, inner = self.measured, self.inner
         if self.formula is None and inner is not None:
             # Something is applied to q, k and v before their products, whose formula is `inner`.
             explained = self.is_normalized or self.shift is not None or self.is_turned
             self.formula = inner if self.unsplit or explained else None
             if self.is_normalized:  # their own factor belongs to the scale
                 self.formula = replace(inner, scale=inner.scale * self.factor_after_norms)
+
+    @cached_property
+    def piece(self) -> AttentionPiece:
+        return AttentionPiece(self.graph, self.attention)
 
     @cached_property
     def inside(self) -> list[Node]:
@@ -76,23 +85,22 @@ class LayerAttention:
     @cached_property
     def before(self) -> list[Node]:
         """The operations between the projections and the products, of which GPT-2 has none."""
-        operands = [o.node for op in self.layer.attention_ops for o in (op.q, op.k, op.v)]
         ends = self.layer.qkv_ends
         if self.attention.indirect:  # without projections of gates
             ends = [*self.attention.q.nodes, *self.attention.k.nodes, *self.attention.v.nodes]
-        return self.graph.on_paths(ends, operands)
+        return self.graph.on_paths(ends, operands_of(self.layer))
 
     @cached_property
     def unsplit(self) -> str:
         """Which of q, k and v are (B, T, C) reshaped to (B, H, T, D) without a transpose."""
         if not self.attention.indirect:
             return ""
-        piece = AttentionPiece(self.graph, self.attention)
+        piece = self.piece
         plain = [piece.random(0), piece.random(1), piece.values(2)]
         found = piece.heads(*plain)
         reshaped = [x.transpose(1, 2).reshape(x.shape) for x in plain]
         scale = self.context.config.attention_scale(self.i)
-        formula = self.context.inner_formulas[self.i] or causal(piece.T, scale)
+        formula = self.inner or causal(piece.T, scale)
         for wrong in ("qkv", "q", "k", "v", "qk", "qv", "kv"):
             q, k, v = (reshaped[i] if x in wrong else plain[i] for i, x in enumerate("qkv"))
             if torch.allclose(found, formula.probabilities(q @ k.mT) @ v, rtol=1e-5, atol=1e-5):
@@ -127,10 +135,9 @@ class LayerAttention:
         operands = {op.q.node, op.k.node, op.v.node}
         for n in self.inside:
             if n in self.graph.live and op.scores in above[n]:
-                for a in live_inputs(self.graph, n):
-                    own = operands & (above[a] | {a})
-                    if not own and others & (above[a] | {a}):
-                        return n
+                computed = (above[a] | {a} for a in live_inputs(self.graph, n))
+                if any(others & each and not operands & each for each in computed):
+                    return n
         return None
 
     @cached_property
@@ -153,7 +160,7 @@ class LayerAttention:
         """Whether the result does not depend on the norms of q and k."""
         if not self.attention.indirect:
             return False
-        piece = AttentionPiece(self.graph, self.attention)
+        piece = self.piece
         q, k, v = piece.random(0), piece.random(1), piece.values(2)
         one, two = piece.heads(q, k, v), piece.heads(2 * q, 3 * k, v)
         return torch.allclose(one, two, rtol=1e-3, atol=1e-3 * one.abs().max().item())
@@ -166,7 +173,7 @@ class LayerAttention:
         """
         if self.attention.inner is None:
             return 1.0
-        piece = AttentionPiece(self.graph, self.attention)
+        piece = self.piece
         large = piece.random(0, 1e4), piece.keys(1, 1e4)  # so that eps has no effect
         factor = 1.0
         for x in piece.operands(*large, piece.values(2))[:2]:
@@ -185,7 +192,7 @@ class LayerAttention:
         if self.formula and (self.formula.hidden is None or self.formula.axis != -1):
             return None
         softmaxes = {*self.live(SOFTMAXES)}
-        if self.formula is None and not softmaxes and not self.live(frozenset({"exp"})):
+        if self.formula is None and not softmaxes:
             return None
         for node in self.live(frozenset({"masked_fill", "where"})):
             if self.graph.ancestors[node] & softmaxes:
@@ -248,7 +255,7 @@ class LayerAttention:
 
     def _changes_values(self, formula: AttentionFormula) -> bool:
         """Return whether the heads are not the products of the weights with the projections."""
-        piece = AttentionPiece(self.graph, self.attention)
+        piece = self.piece
         q, k, v = piece.random(0), piece.keys(1), piece.values(2)
         scores = q @ k.mT / self.attention.prescale
         expected = formula.probabilities(scores) @ v
@@ -263,7 +270,7 @@ class LayerAttention:
         if not self.attention.indirect:
             return [n for n in self.before if kind(n) in ACTIVATIONS]
         changing = [n for n in self.before if kind(n) not in {*MOVES, *SPLITS, "getitem"}]
-        if (formula := self.context.attention_formulas[self.i]) is not None:
+        if (formula := self.measured) is not None:
             operands = [op.v.node for op in self.layer.attention_ops]
             of_values = {*self.graph.on_paths(self.attention.v.nodes, operands)}
             return [n for n in changing if n in of_values and self._changes_values(formula)]
@@ -274,7 +281,7 @@ class LayerAttention:
     @cached_property
     def attends_to_later_tokens(self) -> bool:
         """Whether the values of the last token change what the tokens before it compute."""
-        piece = AttentionPiece(self.graph, self.attention)
+        piece = self.piece
         q, k, v = piece.random(0), piece.keys(1), piece.values(2)
         other = v.clone()
         other[..., -1, :] += 1
@@ -284,17 +291,16 @@ class LayerAttention:
     @cached_property
     def weights(self) -> Tensor:
         """The weights of the values, (B, H, T, T), for random queries and keys."""
-        piece = AttentionPiece(self.graph, self.attention)
-        return piece.probabilities(piece.random(0), piece.keys(1))
+        return self.piece.probabilities(self.piece.random(0), self.piece.keys(1))
 
     @cached_property
     def first_nan(self) -> Node | None:
         """The first operation that computes NaN, if all weights are NaN."""
         if not self.weights.isnan().all():
             return None
-        piece = AttentionPiece(self.graph, self.attention)
         computed = [n for n in self.inside if size(n)]
-        values = self.graph.run(computed, piece.known(piece.random(0), piece.keys(1)))
+        known = self.piece.known(self.piece.random(0), self.piece.keys(1))
+        values = self.graph.run(computed, known)
         return next((n for n, v in zip(computed, values, strict=True) if v.isnan().any()), None)
 
     @property
@@ -305,12 +311,6 @@ class LayerAttention:
         sums, of_keys = self.weights.sum(-1), self.weights.sum(-2)
         ones = torch.ones_like(sums)
         return torch.allclose(of_keys, ones) and not torch.allclose(sums, ones)
-
-    @property
-    def token_without_keys(self) -> int | None:
-        """The first token whose probabilities are NaN, because all of its scores are hidden."""
-        rows = self.weights.isnan().all(-1)[0, 0]
-        return int(rows.nonzero()[0]) if rows.any() else None
 
     @cached_property
     def masked(self) -> list[Node]:
@@ -329,7 +329,7 @@ class LayerAttention:
         """
         if self.formula is not None or self.attention.indirect:
             return None
-        piece = AttentionPiece(self.graph, self.attention)
+        piece = self.piece
         q, k = piece.random(0), piece.keys(1)
         others = q.clone(), k.clone()
         for other, fresh in zip(others, (piece.random(2), piece.keys(3)), strict=True):
@@ -351,7 +351,7 @@ class LayerAttention:
             return False
         if self.mixing or self.added_scores or self.op.others:
             return False
-        piece = AttentionPiece(self.graph, self.attention)
+        piece = self.piece
         q, k = piece.random(1, 0.3), piece.keys(2, 0.3)
         without, weights = piece.probabilities(q, piece.random(0, 0.0)), piece.probabilities(q, k)
         causal = torch.ones_like(weights[0, 0]).bool().tril()
@@ -402,14 +402,13 @@ class LayerAttention:
 
         If the formula of their products is known, only the operations before them are changed.
         """
-        piece = AttentionPiece(self.graph, self.attention)
         if self.formula is not None and self.attention.indirect:
-            return Changes(operands={self.i: partial(self._operands, piece)})
-        return Changes(attention={self.i: piece.projected})
+            return Changes(operands={self.i: self._operands})
+        return Changes(attention={self.i: self.piece.projected})
 
-    def _operands(self, piece: AttentionPiece, *qkv: Tensor) -> list[Tensor]:
+    def _operands(self, *qkv: Tensor) -> list[Tensor]:
         """Compute the operands of the products; the formula has the factor after norms."""
-        q, k, v = piece.operands(*qkv)
+        q, k, v = self.piece.operands(*qkv)
         return [q / self.factor_after_norms if self.is_normalized else q, k, v]
 
     @property
@@ -422,13 +421,29 @@ class LayerAttention:
         return source.running(self.graph, self.live(SOFTMAXES)) or self.scores_line
 
     def deviation(
-        self, place: Place | None, changes: Changes | None = None, tap: str = "probs", **values: Any
+        self,
+        *lines: Place | None,
+        changes: Changes | None = None,
+        tap: str = "probs",
+        message: str = "",
+        code: str = "",
+        **values: Any,
     ) -> Deviation:
-        """Build a deviation of this layer. By default its formula is the reference's change."""
+        """Build a deviation of this layer.
+
+        By default, the reference is changed to attention's formula, or to the model's own function
+        if no formula is known.
+        """
         if changes is None:
-            assert self.formula is not None
-            changes = Changes(attention={self.i: self.formula})
-        return Deviation(f"h.{self.i}.{tap}", place, values, changes)
+            formula = self.formula
+            changes = Changes(attention={self.i: formula}) if formula else self.own_attention
+        tap = f"h.{self.i}.{tap}"
+        return Deviation(tap, lines, values, changes, message=message, code=code)
+
+
+def operands_of(layer: Layer) -> list[Node]:
+    """Return q, k and v in the products of a layer's attention."""
+    return [operand.node for op in layer.attention_ops for operand in (op.q, op.k, op.v)]
 
 
 def attention_in(context: DiagnosisContext, i: int) -> LayerAttention:
@@ -440,19 +455,21 @@ def attention_in(context: DiagnosisContext, i: int) -> LayerAttention:
 
 
 def each_layer(detect: Callable[[LayerAttention], Deviation | None]) -> Detector:
-    """Run a detector in every layer; one finding has the lines of all of them."""
+    """Run a detector in every layer; one finding of each code has the lines of all of them."""
 
     @wraps(detect)
     def detect_all(context: DiagnosisContext) -> Iterator[Deviation]:
-        every = ((i, detect(attention_in(context, i))) for i, _ in context.layers)
-        found = {i: hit for i, hit in every if hit is not None}
-        if found:
-            changes = [hit.changes for hit in found.values() if hit.changes]
+        found: dict[str, dict[int, Deviation]] = {}
+        for i, _ in context.layers:
+            if (hit := detect(attention_in(context, i))) is not None:
+                found.setdefault(hit.code, {})[i] = hit
+        for hits in found.values():
+            changes = [hit.changes for hit in hits.values() if hit.changes]
             yield replace(
-                next(iter(found.values())),
+                next(iter(hits.values())),
                 changes=combine(changes) if changes else None,
-                lines=[line for hit in found.values() for line in hit.lines or [hit.place]],
-                layers=list(found),
+                lines=[line for hit in hits.values() for line in hit.lines],
+                layers=list(hits),
             )
 
     return detect_all
@@ -488,15 +505,15 @@ def rope(layer: LayerAttention) -> Deviation | None:
         tables = [n for n, a in others if not graph.parameters_of[a]]
         usual = tables or [n for n, _ in others]
     place = source.running(layer.graph, usual or live)
-    changes = _rotation(layer) if layer.attention.rotated else layer.own_attention
-    verb = "is rotated by its" if len(letters) == 1 else "are rotated by their"
-    return Deviation(
-        f"h.{layer.i}.q",
-        place,
-        changes=None if layer.unknown else changes,
-        message=f"{listed([*letters])} {verb} position (RoPE), but GPT-2 rotates none of q, k and v"
-        if letters != "qk" else "",
-    )  # fmt: skip
+    changes, message = None, ""
+    if not layer.unknown:
+        changes = _rotation(layer) if layer.attention.rotated else layer.own_attention
+    if letters != "qk":
+        verb = "is rotated by its" if len(letters) == 1 else "are rotated by their"
+        message = (
+            f"{listed([*letters])} {verb} position (RoPE), but GPT-2 rotates none of q, k and v"
+        )
+    return Deviation(f"h.{layer.i}.q", [place], changes=changes, message=message)
 
 
 def _rotation(layer: LayerAttention) -> Changes | None:
@@ -522,7 +539,8 @@ def _rotation(layer: LayerAttention) -> Changes | None:
 @each_layer
 def shared_kv(layer: LayerAttention) -> Deviation | None:
     changes = Changes(value_as_key={layer.i})
-    return layer.deviation(layer.scores_line, changes) if layer.attention.shared_kv else None
+    shared = layer.attention.shared_kv
+    return layer.deviation(layer.scores_line, changes=changes) if shared else None
 
 
 @detects("missing_ln")
@@ -536,10 +554,11 @@ def unnormed(layer: LayerAttention) -> Deviation | None:
         "projects q, k and v from its norm, ln_1"
     )
     nodes = [n for n in layer.layer.qkv if layer.layer.x1 not in layer.graph.ancestors[n]]
-    values = {"tensors": f"h.{layer.i}.ln_1", "raw": letters}
-    changes = Changes(unnormed={layer.i: letters})
     place = source.running(layer.graph, nodes)
-    return replace(layer.deviation(place, changes, tap="q", **values), message=message)
+    changes, tensors = Changes(unnormed={layer.i: letters}), f"h.{layer.i}.ln_1"
+    return layer.deviation(
+        place, changes=changes, tap="q", message=message, tensors=tensors, raw=letters
+    )
 
 
 @deviation(
@@ -552,11 +571,9 @@ def no_head_merge_transpose(layer: LayerAttention) -> Deviation | None:
     if not layer.attention.unmerged:
         return None
     end = layer.layer.out_proj or layer.layer.attn
-    place = source.running(
-        layer.graph, layer.graph.live_between([end], [layer.op.out.node]), *VIEWS
-    )
-    changes = Changes(unmerged_heads={layer.i})
-    return layer.deviation(place or layer.scores_line, changes, tap="attn")
+    merging = layer.graph.live_between([end], [layer.op.out.node])
+    place = source.running(layer.graph, merging, *VIEWS) or layer.scores_line
+    return layer.deviation(place, changes=Changes(unmerged_heads={layer.i}), tap="attn")
 
 
 @detects("extra_operation")
@@ -567,14 +584,11 @@ def changed_heads(layer: LayerAttention) -> Deviation | None:
     graph, start, end = layer.graph, merged(layer.attention.heads), layer.layer.heads
     ends = [op.out.node for op in layer.layer.attention_ops]
     nodes = [n for n in graph.on_paths(ends, [end]) if kind(n) not in MOVES | JOINS]
-    view = token_view(graph, end)
-    if view is None:
+    if not nodes or (view := token_view(graph, end)) is None:
         return None
-
-    lines = [graph.place(node) for node in nodes]
-    changes = Changes(heads={layer.i: function_between(graph, start, view)})
+    changes = Changes(functions={f"h.{layer.i}.heads": [function_between(graph, start, view)]})
     values = operations(nodes, "the heads", "their projection")
-    return replace(layer.deviation(lines[0], changes, tap="attn", **values), lines=lines)
+    return layer.deviation(*map(graph.place, nodes), changes=changes, tap="attn", **values)
 
 
 @deviation(
@@ -588,9 +602,9 @@ def no_qkv_projection(layer: LayerAttention) -> Deviation | None:
     operands = [getattr(layer.op, letter).node for letter in letters]
     place = source.running(layer.graph, layer.graph.on_paths([layer.layer.x1], operands))
     place = place or layer.graph.place(layer.op.product)  # the product reads the input itself
-    name, weights = f"h.{layer.i}.attn.c_attn", dict[str, Tensor | None]()
+    weights: dict[str, Tensor | None] = {}
     for tensor, empty in (("weight", torch.eye), ("bias", torch.zeros)):
-        hf = f"{name}.{tensor}"
+        hf = f"h.{layer.i}.attn.c_attn.{tensor}"
         absent = layer.context.unmatched.partly.get(hf, "")
         if {*absent} >= {*letters}:
             parts = list(layer.context.weights[hf].chunk(3, dim=-1))
@@ -599,7 +613,7 @@ def no_qkv_projection(layer: LayerAttention) -> Deviation | None:
             weights[hf] = torch.cat(parts, dim=-1)
     values = {"found": listed([*letters]), "n_embd": layer.context.config.n_embd}
     tap = f"h.{layer.i}.{letters[0]}"
-    return Deviation(tap, place, values, Changes(weights=weights))
+    return Deviation(tap, [place], values, Changes(weights=weights))
 
 
 @deviation(
@@ -614,15 +628,15 @@ def no_head_split_transpose(layer: LayerAttention) -> Deviation | None:
             "q, k and v are passed to attention as (B, T, H, D), so each token attends from head "
             "to head and reads no other token, but GPT-2's heads attend to tokens"
         )
-        return replace(
-            layer.deviation(layer.scores_line, layer.own_attention, tap="heads"), message=message
-        )
+        changes = layer.own_attention
+        return layer.deviation(layer.scores_line, changes=changes, tap="heads", message=message)
     if not layer.unsplit:
         return None
-    operand = {"q": layer.op.q, "k": layer.op.k, "v": layer.op.v}[layer.unsplit[0]]
+    operand = getattr(layer.op, layer.unsplit[0])
     path = layer.graph.ancestors[operand.node] | {operand.node}
     place = source.running(layer.graph, [n for n in layer.before if n in path], *VIEWS)
-    return layer.deviation(place or layer.scores_line, layer.own_attention, tap="heads")
+    place = place or layer.scores_line
+    return layer.deviation(place, changes=layer.own_attention, tap="heads")
 
 
 @deviation(
@@ -635,18 +649,17 @@ def grouped_query_attention(layer: LayerAttention) -> Deviation | None:
     kv_heads = layer.attention.kv_heads
     if not kv_heads:
         return None
-    place = source.running(layer.graph, [layer.op.k.node]) or layer.scores_line
+    place = layer.graph.place(layer.op.k.node) or layer.scores_line
     keys = layer.graph.between([layer.op.k.node], [layer.layer.x1])
     projections = [n for n in layer.layer.qkv if n in keys]
-    weights = layer.graph.parameters_between(projections, [layer.layer.x1])
-    lines = [place, source.running(layer.graph, projections)]
-    lines += [source.built(layer.context.model, layer.graph.names[n]) for n in weights[:1]]
+    built = layer.context.built_between(projections, [layer.layer.x1])
+    lines = [place, source.running(layer.graph, projections), built]
     values = {
         "found": f"{kv_heads} head{'s' * (kv_heads > 1)}",
         "n_head": layer.attention.q.index.shape[1],
         "n_embd": layer.context.config.n_embd,
     }
-    return Deviation(f"h.{layer.i}.q", place, values, lines=lines)
+    return Deviation(f"h.{layer.i}.q", lines, values)
 
 
 @deviation(
@@ -665,8 +678,7 @@ def qk_norm(layer: LayerAttention) -> Deviation | None:
     of_modules = [source.submodule_call(graph, model, n, layer.op.product) for n in norms]
     calls = [line for line in of_modules if line is not None]
     lines = [*calls, place or layer.scores_line, *source.calls(graph, layer.before, place)]
-    found = layer.deviation(lines[0], layer.own_attention, tap="probs")
-    return replace(found, lines=lines)
+    return layer.deviation(*lines, changes=layer.own_attention)
 
 
 @deviation(
@@ -680,17 +692,14 @@ def mask_value(layer: LayerAttention) -> Deviation | None:
     if found is None:
         return None
     node, value, *others = found
-    place = source.running(layer.graph, [node])
-    changes = layer.own_attention if layer.formula is None else None
-    deviation = layer.deviation(place, changes, found=value)
-    if layer.mask_value is not None:
-        return deviation
-    added = f", and {others[0]:g} to all others" if others[0] else ""
-    message = (
-        f"the mask adds {{found:g}} to the scores of later tokens{added}, so the softmax does not "
-        "exclude them, but GPT-2 sets them to the lowest value of the data type"
-    )
-    return replace(deviation, message=message)
+    message = ""
+    if layer.mask_value is None:
+        added = f", and {others[0]:g} to all others" if others[0] else ""
+        message = (
+            f"the mask adds {{found:g}} to the scores of later tokens{added}, so the softmax does "
+            "not exclude them, but GPT-2 sets them to the lowest value of the data type"
+        )
+    return layer.deviation(layer.graph.place(node), message=message, found=value)
 
 
 @deviation(
@@ -703,10 +712,10 @@ def time_shift(layer: LayerAttention) -> Deviation | None:
         return None
     name, distance, node = layer.shift
     found = f"{name} of each token is computed from {_distant(distance)}"
-    place = source.running(layer.graph, [node])
+    place = layer.graph.place(node)
     indirect = layer.attention.indirect and layer.formula is not None
     changes = layer.own_attention if indirect else None
-    return Deviation(f"h.{layer.i}.q", place, {"found": found}, changes, evidence=SHIFTED)
+    return Deviation(f"h.{layer.i}.q", [place], {"found": found}, changes, evidence=SHIFTED)
 
 
 def _distant(distance: int) -> str:
@@ -723,7 +732,7 @@ def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
         of = of if distance == REVERSED else _distant(int(distance))
         found = f"the embedding of each token is computed from {of}"
         place = source.running(graph, moving)
-        yield Deviation("embed", place, {"found": found}, evidence=SHIFTED)
+        yield Deviation("embed", [place], {"found": found}, evidence=SHIFTED)
 
 
 @deviation(
@@ -735,8 +744,7 @@ def shifted_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
 def other_attention(layer: LayerAttention) -> Deviation | None:
     if not layer.has_other_formula or layer.changed_projections:
         return None
-    place = layer.graph.place(layer.op.product)
-    lines = [place]
+    lines = [layer.graph.place(layer.op.product)]
     if layer.op.others:
         scores = [*layer.op.others, *([layer.op.scores] if layer.op.scores else [])]
         lines += map(layer.graph.place, scores)
@@ -752,7 +760,7 @@ def other_attention(layer: LayerAttention) -> Deviation | None:
         found = "depend on other tokens than the query and the keys"
     else:
         found, lines = "have a formula that is unknown to compat", [layer.scores_line]
-    result = replace(layer.deviation(lines[0], layer.own_attention, found=found), lines=lines)
+    result = layer.deviation(*lines, found=found)
     if layer.op.others and layer.unknown:  # its projections have other widths, too
         return replace(result, tap=f"h.{layer.i}.q", changes=None)
     return result
@@ -768,7 +776,7 @@ def nan_scores(layer: LayerAttention) -> Deviation | None:
         return None
     if (node := layer.first_nan) is None:
         return None
-    return Deviation(f"h.{layer.i}.probs", layer.graph.place(node), {"found": kind(node)})
+    return Deviation(f"h.{layer.i}.probs", [layer.graph.place(node)], {"found": kind(node)})
 
 
 @detects("extra_operation")
@@ -781,8 +789,8 @@ def changed_projections(layer: LayerAttention) -> Deviation | None:
         layer.changed_projections, "the projections of q, k and v", "their products"
     )
     if layer.attention.indirect:
-        return layer.deviation(place, layer.own_attention, **values)
-    return Deviation(f"h.{layer.i}.q", place, values)
+        return layer.deviation(place, changes=layer.own_attention, **values)
+    return Deviation(f"h.{layer.i}.q", [place], values)
 
 
 @detects("extra_operation")
@@ -795,9 +803,9 @@ def added_term(layer: LayerAttention) -> Deviation | None:
         f"a tensor is added to the {'projection' if len(names) == 1 else 'projections'} of "
         f"{listed(names)}, such as an embedding of the ids, but GPT-2 adds none"
     )
-    lines = [layer.graph.place(node) for node in layer.added_terms.values()]
-    found = layer.deviation(lines[0], layer.own_attention, passed_on=True)
-    return replace(found, lines=lines, message=message)
+    lines = map(layer.graph.place, layer.added_terms.values())
+    changes = layer.own_attention
+    return layer.deviation(*lines, changes=changes, message=message, passed_on=True)
 
 
 @deviation(
@@ -824,9 +832,8 @@ def other_softmax(layer: LayerAttention, formula: AttentionFormula) -> Deviation
         return None
     ends = layer.live(frozenset({"div", "mul", *SOFTMAXES}))
     place = source.running(layer.graph, reversed(ends))
-    lines = [place, *source.calls(layer.graph, ends, place)]
-    found = layer.deviation(place, found="the softmax adds 1 to the sum of exponentials")
-    return replace(found, lines=lines)
+    calls = source.calls(layer.graph, ends, place)
+    return layer.deviation(place, *calls, found="the softmax adds 1 to the sum of exponentials")
 
 
 @detects("other_softmax")
@@ -836,9 +843,8 @@ def repeated_softmax(layer: LayerAttention) -> Deviation | None:
     if not layer.is_unknown or not layer.is_softmaxed_twice:
         return None
     place = source.running(layer.graph, layer.live(SOFTMAXES)[-1:])
-    found = layer.deviation(place, layer.own_attention)
     message = "a softmax is applied to the result of a softmax, but GPT-2 applies one softmax"
-    return replace(found, message=message)
+    return layer.deviation(place, message=message)
 
 
 @detects("no_mask")
@@ -848,7 +854,7 @@ def no_mask_of_unknown_attention(layer: LayerAttention) -> Deviation | None:
         return None
     if layer.first_nan is not None or not layer.attends_to_later_tokens:
         return None
-    return layer.deviation(layer.softmax_line, layer.own_attention)
+    return layer.deviation(layer.softmax_line)
 
 
 @detects("other_softmax")
@@ -861,7 +867,7 @@ def no_softmax(layer: LayerAttention) -> Deviation | None:
     found = f"the {kind(functions[0])} of each score is" if functions else "each score is"
     place = source.running(layer.graph, functions) or layer.scores_line
     found += " the weight of its value"
-    return layer.deviation(place, layer.own_attention, found=found)
+    return layer.deviation(place, found=found)
 
 
 @detects("no_mask")
@@ -869,7 +875,7 @@ def no_softmax(layer: LayerAttention) -> Deviation | None:
 def no_mask_without_softmax(layer: LayerAttention) -> Deviation | None:
     if layer.pairwise is None or (layer.pairwise.triu(1) == 0).all():
         return None
-    return layer.deviation(layer.softmax_line, layer.own_attention)
+    return layer.deviation(layer.softmax_line)
 
 
 @deviation(
@@ -895,8 +901,8 @@ def added_scores(layer: LayerAttention) -> Deviation | None:
         "reads those of its own layer"
     )
     place, d_head = layer.graph.place(layer.added_scores), layer.context.config.d_head
-    found = layer.deviation(place, layer.own_attention, found="a sum", d_head=d_head)
-    return replace(found, message=message)
+    changes = layer.own_attention
+    return layer.deviation(place, changes=changes, message=message, found="a sum", d_head=d_head)
 
 
 @detects("extra_projection")
@@ -908,10 +914,9 @@ def mixed_heads(layer: LayerAttention) -> Deviation | None:
         "the attention scores or probabilities of different heads are mixed (talking heads), but "
         "GPT-2's heads are independent of each other"
     )
-    lines = [layer.graph.place(node) for node in layer.mixing]
+    lines, changes = map(layer.graph.place, layer.mixing), layer.own_attention
     values = {"branch": "attention", "next": "the MLP"}
-    found = layer.deviation(lines[0], layer.own_attention, **values)
-    return replace(found, message=message, lines=lines)
+    return layer.deviation(*lines, changes=changes, message=message, **values)
 
 
 @deviation(
@@ -933,8 +938,8 @@ def position_bias(layer: LayerAttention, formula: AttentionFormula) -> Deviation
     ]  # fmt: skip
     place = source.running(graph, adds) or layer.softmax_line
     model, product = layer.context.model, layer.op.product
-    lines = [place, *(source.submodule_call(graph, model, node, product) for node in adds[:1])]
-    return replace(layer.deviation(place, found=described_bias(formula.bias)), lines=lines)
+    calls = (source.submodule_call(graph, model, node, product) for node in adds[:1])
+    return layer.deviation(place, *calls, found=described_bias(formula.bias))
 
 
 @detects("position_bias")
@@ -948,7 +953,7 @@ def relative_scores(layer: LayerAttention) -> Deviation | None:
     adding = [n for n in sums if sum(of_key[n]) == 1]
     place = source.running(layer.graph, adding) or layer.scores_line
     found = "a term that depends on the query and the position of the key is added to the scores"
-    return layer.deviation(place, layer.own_attention, found=found)
+    return layer.deviation(place, found=found)
 
 
 @deviation(
@@ -991,7 +996,7 @@ def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     late = [node for node in masks if context.graph.ancestors[node] & softmaxes]
     if layer.op.scores is not None and late == masks and late:  # none hides them before it
         values = {"effect": "and the rows are divided by their sums, which is equivalent"}
-        yield Deviation(None, source.running(context.graph, late), values, severity="info")
+        yield Deviation(None, [source.running(context.graph, late)], values, severity="info")
 
 
 @deviation(
@@ -1001,12 +1006,12 @@ def renormalized_mask(context: DiagnosisContext) -> Iterator[Deviation]:
     severity="info",
 )
 def finite_mask(context: DiagnosisContext) -> Iterator[Deviation]:
-    layers = [attention_in(context, i) for i, _ in context.layers[:1]]
-    for node, values in (mask for layer in layers for mask in _masks_like_gpt2(layer)):
+    masks = _masks_like_gpt2(attention_in(context, 0)) if context.layers else ()
+    for node, values in masks:
         lowest = min(value.min().item() for value in values)
         if -1e30 < lowest <= -1e3:
-            place = source.running(context.graph, [node])
-            yield Deviation(None, place, {"found": lowest})
+            place = context.graph.place(node)
+            yield Deviation(None, [place], {"found": lowest})
             return
 
 
@@ -1036,37 +1041,34 @@ def _masks_like_gpt2(layer: LayerAttention) -> Iterator[tuple[Node, list[Tensor]
 def no_mask(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
     if not formula.allowed.all():
         return None
-    found = layer.deviation(layer.softmax_line)
-    unused = found.place and source.unused_result(found.place, {"masked_fill"})
+    place = layer.softmax_line
+    unused = place and source.unused_result(place, {"masked_fill"})
     if unused is None:
-        return found
+        return layer.deviation(place)
     message = (
         "masked_fill does not change the scores in place, and its result is not used, so every "
         "token attends to the tokens after it, but GPT-2 masks them"
     )
-    return replace(found, place=unused, lines=[unused, found.place], message=message)
+    return layer.deviation(unused, place, message=message)
 
 
-def _mask_deviation(code: str) -> Detector:
-    """Return a detector for one of the codes for a mask that hides other keys than GPT-2's."""
-
-    @with_formula
-    def detect(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
-        found, values = mask_code(formula.allowed)
-        if found != code or (formula.axis != -1 and layer.weights.isnan().any()):
-            return None  # a softmax over another axis of −∞ alone computes NaN, whatever the mask
-        # The line that creates the mask, and the one that applies it.
-        lines = [_mask_line(layer), source.running(layer.graph, layer.masked) or layer.softmax_line]
-        deviation = layer.deviation(lines[0] or lines[1], **values)
-        if (token := layer.token_without_keys) is not None:  # nothing can be compared with NaN
-            message = (
-                f"token {token} attends to no token, so its probabilities are NaN, but in GPT-2 "
-                "each token attends to itself and to all tokens before it"
-            )
-            deviation = replace(deviation, changes=None, message=message)
-        return replace(deviation, lines=lines)
-
-    return detect
+@with_formula
+def _other_mask(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+    """Detect a mask that hides other keys than GPT-2's."""
+    code, values = mask_code(formula.allowed)
+    if code in (None, "no_mask") or (formula.axis != -1 and layer.weights.isnan().any()):
+        return None  # a softmax over another axis of −∞ alone computes NaN, whatever the mask
+    # The line that creates the mask, and the one that applies it.
+    applied = source.running(layer.graph, layer.masked) or layer.softmax_line
+    found = layer.deviation(_mask_line(layer), applied, code=code, **values)
+    without_keys = layer.weights.isnan().all(-1)[0, 0].nonzero()  # tokens without a visible score
+    if len(without_keys):  # nothing can be compared with NaN
+        message = (
+            f"token {int(without_keys[0])} attends to no token, so its probabilities are NaN, but "
+            "in GPT-2 each token attends to itself and to all tokens before it"
+        )
+        return replace(found, changes=None, message=message)
+    return found
 
 
 for _code, _message in (
@@ -1081,7 +1083,7 @@ for _code, _message in (
     ),
 ):
     _fix = "mask = torch.ones(T, T, dtype=torch.bool).triu(diagonal=1)  # True: hidden"
-    deviation(_message, _fix, code=_code)(_mask_deviation(_code))
+    deviation(_message, _fix, code=_code)(_other_mask)
 
 
 def _mask_line(layer: LayerAttention) -> Place | None:
@@ -1097,24 +1099,19 @@ def _mask_line(layer: LayerAttention) -> Place | None:
     return None
 
 
-def _scale_deviation(code: str) -> Detector:
-    """Return a detector for one of the codes for a scale that differs from the checkpoint's."""
-
-    @with_formula
-    def detect(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
-        config, scale = layer.context.config, formula.scale
-        tolerance = 1e-2 if layer.is_normalized else 1e-6
-        if layer.unknown and abs(scale - 1) < 1e-6:
-            return None  # q may be scaled before the place from which attention is known
-        # If the number of heads differs, the expected scale is that of the model's head size.
-        d_head = layer.attention.q.index.shape[-1]
-        expected = config.attention_scale(layer.i) * math.sqrt(config.d_head / d_head)
-        if abs(scale - expected) <= tolerance * abs(expected):
-            return None
-        found, values = scale_code(scale, expected, config, tolerance)
-        return layer.deviation(_scale_line(layer), **values) if found == code else None
-
-    return detect
+@with_formula
+def _other_scale(layer: LayerAttention, formula: AttentionFormula) -> Deviation | None:
+    """Detect a scale that differs from the checkpoint's."""
+    config, scale = layer.context.config, formula.scale
+    tolerance = 1e-2 if layer.is_normalized else 1e-6
+    if layer.unknown and abs(scale - 1) < 1e-6:
+        return None  # q may be scaled before the place from which attention is known
+    # If the number of heads differs, the expected scale is that of the model's head size.
+    expected = config.attention_scale(layer.i) * math.sqrt(config.d_head / layer.piece.D)
+    if abs(scale - expected) <= tolerance * abs(expected):
+        return None
+    code, values = scale_code(scale, expected, config, tolerance)
+    return layer.deviation(_scale_line(layer), code=code, **values)
 
 
 def _scale_line(layer: LayerAttention) -> Place | None:
@@ -1148,7 +1145,7 @@ for _code, _message, _fix in (
         "(q @ k.transpose(-2, -1)) * {expected:.6g}",
     ),
 ):
-    deviation(_message, _fix, code=_code)(_scale_deviation(_code))
+    deviation(_message, _fix, code=_code)(_other_scale)
 
 
 @deviation(
@@ -1158,20 +1155,19 @@ for _code, _message, _fix in (
 )
 def attn_upcast(context: DiagnosisContext) -> Iterator[Deviation]:
     """Detect a cast of the scores, which only the source shows in a float32 model."""
-    graph, first = context.graph, context.anatomy.layers[:1]
-    attention_ops = [op for layer in first for op in layer.attention_ops]
-    operands = [operand.node for op in attention_ops for operand in (op.q, op.k, op.v)]
-    ends = [op.out.node for op in attention_ops]
-    starts = [n for layer in first for n in layer.qkv]
-    if any(context.mapping.attentions[i].rotated for i, _ in enumerate(first)):
-        starts = operands  # a rotation in float32 may return the model's type
+    if not context.layers:
+        return
+    graph, layer = context.graph, context.anatomy.layers[0]
+    operands, ends = operands_of(layer), [op.out.node for op in layer.attention_ops]
+    # A rotation in float32 may return the model's type.
+    starts = operands if context.mapping.attentions[0].rotated else layer.qkv
     for node in graph.between([*ends, *operands], starts):
         place = graph.place(node) if node in graph.live else None
         cast = place and re.search(r"\.(float|double)\(\)|torch\.(float32|float64)", place.text)
         if cast:
             dtype = cast[2] or {"float": "float32", "double": "float64"}[cast[1]]
             what = "the attention weights" if "softmax" in cast.string else "the attention scores"
-            yield Deviation(None, place, {"found": dtype, "what": what})
+            yield Deviation(None, [place], {"found": dtype, "what": what})
             return
 
 
@@ -1184,7 +1180,7 @@ def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
             continue
         layers = [i for i, n_head in enumerate(by_layer) if n_head == found]
         op = context.anatomy.layers[layers[0]].attention_ops[0]
-        place = source.running(context.graph, [op.q.node])
+        place = context.graph.place(op.q.node)
         heads = "1 head" if found == 1 else f"{found} heads"
         width = context.mapping.attentions[layers[0]].q.index.shape[3]
         is_as_wide = found * width == context.config.n_embd
@@ -1198,7 +1194,7 @@ def n_head_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
         can_change = is_as_wide and len(layers) == len(by_layer)
         changes = Changes(n_head=found) if can_change else None
         lines = [place, *written]
-        yield Deviation(f"h.{layers[0]}.probs", place, values, changes, lines=lines, layers=layers)
+        yield Deviation(f"h.{layers[0]}.probs", lines, values, changes, layers=layers)
 
 
 @deviation(
@@ -1211,7 +1207,7 @@ def head_interleaved_qkv(context: DiagnosisContext) -> Iterator[Deviation]:
     axes = [part.axes for part in op.parts if "h" in part.axes] if op else []
     if any("q" in a and a.index("h") < a.index("q") for a in axes):
         kinds = ("view", "reshape", "_unsafe_view", "unflatten", "split", "chunk")
-        yield Deviation(None, _split_line(context, *kinds))
+        yield Deviation(None, [_split_line(context, *kinds)])
 
 
 def _fused(context: DiagnosisContext) -> Fused | None:
@@ -1223,48 +1219,35 @@ def _fused(context: DiagnosisContext) -> Fused | None:
 def _split_line(context: DiagnosisContext, *kinds: str) -> Place | None:
     """Return the line that splits the projection into q, k and v, or else that builds it."""
     graph, layer = context.graph, context.anatomy.layers[0]
-    ends = [operand.node for op in layer.attention_ops for operand in (op.q, op.k, op.v)]
-    live = graph.live_between(ends, layer.qkv)
+    live = graph.live_between(operands_of(layer), layer.qkv)
     return source.running(graph, live, *kinds) or context.owner_of("h.0.attn.c_attn.weight")
 
 
-def _swapped(one: str, other: str, orders: tuple[str, ...]) -> Detector:
-    """Return a detector for two of q, k and v with exchanged names or order in the parameter."""
-
-    def detect(context: DiagnosisContext) -> Iterator[Deviation]:
-        if "h.0.attn.c_attn.weight" not in context.mapping.by_tensor:
-            return
-        op, layer = _fused(context), context.anatomy.layers[0]
-        stored = [part.qkv for part in op.parts] if op else []
-        order = next((order for order in stored if order in orders), "")
+def _swapped(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect two of q, k and v with exchanged names or order in the parameter."""
+    if "h.0.attn.c_attn.weight" not in context.mapping.by_tensor:
+        return
+    op, layer, named = _fused(context), context.anatomy.layers[0], _named_roles(context)
+    stored = [part.qkv for part in op.parts] if op else []
+    for code, one, other in (("qk_swapped", "q", "k"), ("kv_swapped", "k", "v")):
+        order = next((order for order in stored if SWAPPED.get(order) == code), "")
         if order and not context.mapping.attentions[0].shared_kv:
             message = (
                 f"{', '.join(order[:-1])} and {order[-1]} are stored in this order in one "
                 "parameter, but Hugging Face stores q, then k, then v"
             )
-            yield Deviation(None, _split_line(context, *SPLITS), message=message)
-        named = _named_roles(context)
+            yield Deviation(None, [_split_line(context, *SPLITS)], message=message, code=code)
         if named.get(one) == other or named.get(other) == one:
-            operand = {"q": layer.attention_ops[0].q, "k": layer.attention_ops[0].k}[one]
-            path = context.graph.between([operand.node], [layer.x1])
-            yield Deviation(
-                None, source.running(context.graph, [n for n in layer.qkv if n in path])
-            )
-
-    return detect
+            path = context.graph.between([getattr(layer.attention_ops[0], one).node], [layer.x1])
+            place = source.running(context.graph, [n for n in layer.qkv if n in path])
+            yield Deviation(None, [place], code=code)
 
 
 def _named_roles(context: DiagnosisContext) -> dict[str, str]:
     """Return which of q, k and v the name of each one's parameter suggests."""
     graph, layer = context.graph, context.anatomy.layers[0]
-    parameters = {
-        role: set(
-            graph.parameters_between(
-                [getattr(c, role).node for c in layer.attention_ops], [layer.x1]
-            )
-        )
-        for role in "qkv"
-    }
+    operands = {role: [getattr(op, role).node for op in layer.attention_ops] for role in "qkv"}
+    parameters = {r: {*graph.parameters_between(n, [layer.x1])} for r, n in operands.items()}
     roles: dict[str, str] = {}
     for role, nodes in parameters.items():
         shared = set().union(*(parameters[x] for x in parameters if x != role))
@@ -1275,14 +1258,11 @@ def _named_roles(context: DiagnosisContext) -> dict[str, str]:
     return roles
 
 
-for _code, _pair, _names, _orders in (
-    ("qk_swapped", ("q", "k"), ("query", "key"), ("kqv", "kq")),
-    ("kv_swapped", ("k", "v"), ("key", "value"), ("qvk", "vk")),
-):
+for _code, _name, _other in (("qk_swapped", "query", "key"), ("kv_swapped", "key", "value")):
     deviation(
-        f"the parameter that is named as the {_names[0]} is used as the {_names[1]}, so "
-        "compat mapped both parameters by their use",
-        f"Load the weights with this name map, or swap {_pair[0]} and {_pair[1]}.",
+        f"the parameter that is named as the {_name} is used as the {_other}, so compat mapped "
+        "both parameters by their use",
+        f"Load the weights with this name map, or swap {_name[0]} and {_other[0]}.",
         severity="info",
         code=_code,
-    )(_swapped(*_pair, _orders))
+    )(_swapped)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import Layer, Operand, Sum
+from compat.adaptation.anatomy.dissect import Layer, Operand
 from compat.adaptation.anatomy.norms import deviating_layers
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.activations import (
@@ -22,10 +23,11 @@ from compat.adaptation.diagnosis.activations import (
     called_activation,
     canonical_activation,
 )
-from compat.adaptation.diagnosis.context import DiagnosisContext
+from compat.adaptation.diagnosis.attention import operands_of
+from compat.adaptation.diagnosis.context import Branch, DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes, combine
 from compat.adaptation.diagnosis.norms import PRE_NORM, branch_line
-from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation, operations
+from compat.adaptation.diagnosis.registry import Deviation, detects, deviation, operations
 from compat.adaptation.diagnosis.shifts import shifted_tokens
 from compat.adaptation.mapping.linear_maps import function_between, token_view
 from compat.adaptation.result import Severity
@@ -58,44 +60,39 @@ GATED = {
 CLASS_OF = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU"}
 
 
-def _activations(code: str) -> Detector:
-    """Return a detector of one code; each function is reported with the lines of all its layers."""
-
-    def detect(context: DiagnosisContext) -> Iterator[Deviation]:
-        expected = canonical_activation(context.config)
-        found: dict[str, dict[int, Activation]] = {}
-        for i, activation in enumerate(context.activations):
-            layer = context.anatomy.layers[i]
-            if layer.is_gated or not layer.has_mlp or _gated_product(context, layer):
-                continue
-            if layer.unknown and activation.name is None:
-                continue
-            if i in context.late_activations and activation.name == "identity":
-                continue
-            name = activation.name or "a function that compat does not know"
+def _other_activations(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect functions in place of the checkpoint's, each with the lines of all its layers."""
+    expected = canonical_activation(context.config)
+    found: dict[str, dict[int, Activation]] = {}
+    for i, activation in enumerate(context.activations):
+        layer = context.anatomy.layers[i]
+        if layer.is_gated or not layer.has_mlp or _gated_product(context, layer):
+            continue
+        if layer.unknown and activation.name is None:
+            continue
+        if i in context.late_activations and activation.name == "identity":
+            continue
+        name = activation.name or "a function that compat does not know"
+        if name != expected:
             found.setdefault(name, {})[i] = activation
-        for name, layers in found.items():
-            if name == expected or activation_code(name, expected) != code:
-                continue
-            first = next(iter(layers))
-            lines = [_activation_line(context, i) for i in layers]
-            nodes = _activation_nodes(context, first)
-            lines += [
-                source.function_built(context.model, nodes),
-                _module_call(context, lines[0], nodes),
-            ]
-            if lines[0] and name in CLASS_OF and name not in lines[0].text.lower():
-                lines += source.selected(context.model, name, CLASS_OF[name])
-            fix = f"Use {expected} as the activation."
-            if expected == "gelu_new":
-                fix = tanh_gelu(lines[0])
-            values = {"found": name, "expected": expected, "fix": fix}
-            functions = {i: a.function for i, a in layers.items() if a.function is not None}
-            changes = Changes(activation=functions)
-            tap = f"h.{first}.act"
-            yield Deviation(tap, lines[0], values, changes, lines=lines, layers=list(layers))
-
-    return detect
+    for name, layers in found.items():
+        first = next(iter(layers))
+        lines = [_activation_line(context, i) for i in layers]
+        nodes = _activation_nodes(context, first)
+        lines += [
+            source.function_built(context.model, nodes),
+            _module_call(context, lines[0], nodes),
+        ]
+        if lines[0] and name in CLASS_OF and name not in lines[0].text.lower():
+            lines += source.selected(context.model, name, CLASS_OF[name])
+        fix = f"Use {expected} as the activation."
+        if expected == "gelu_new":
+            fix = tanh_gelu(lines[0])
+        values = {"found": name, "expected": expected, "fix": fix}
+        functions = {i: a.function for i, a in layers.items() if a.function is not None}
+        tap, changes = f"h.{first}.act", Changes(activation=functions)
+        code = activation_code(name, expected)
+        yield Deviation(tap, lines, values, changes, layers=list(layers), code=code)
 
 
 def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
@@ -145,7 +142,7 @@ for _code, _message in (
         "the activation of the MLP is {found}, but the checkpoint's is {expected}",
     ),
 ):
-    deviation(_message, "{fix}", code=_code)(_activations(_code))
+    deviation(_message, "{fix}", code=_code)(_other_activations)
 
 
 @detects("other_activation")
@@ -163,9 +160,8 @@ def activation_after_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             "applies {expected} between the two projections"
         )
         fix = "Apply the activation between the projections: c_proj(act(c_fc(x)))."
-        changes = Changes(
-            mlp_output={i: late.function for i, late in layers.items() if late.function is not None}
-        )
+        functions = {i: late.function for i, late in layers.items() if late.function is not None}
+        changes = Changes(functions={f"h.{i}.mlp.c_proj": [f] for i, f in functions.items()})
         if moved:
             changes.activation = {i: ACTIVATIONS["identity"] for i in layers}
         else:
@@ -176,9 +172,7 @@ def activation_after_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             fix = "Remove this activation. GPT-2 has only the one between the two projections."
         values = {"found": name, "expected": expected, "fix": fix, "after": True, "moved": moved}
         tap = f"h.{next(iter(layers))}.{'act' if moved else 'out'}"
-        yield Deviation(
-            tap, lines[0], values, changes, lines=lines, layers=list(layers), message=message
-        )
+        yield Deviation(tap, lines, values, changes, layers=list(layers), message=message)
 
 
 def _late_lines(context: DiagnosisContext, i: int) -> list[Place | None]:
@@ -209,7 +203,7 @@ def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             lines += [source.torch_built(model, [n]) or graph.place(n) for n in activations]
             lines.append(graph.place(product))
             values = {"like": _gated_like(context, layer, product)}
-            yield Deviation(f"h.{i}.act", lines[0], values, lines=lines)
+            yield Deviation(f"h.{i}.act", lines, values)
             return
 
 
@@ -219,7 +213,7 @@ def gated_experts(context: DiagnosisContext) -> Iterator[Deviation]:
     for i, layer in context.layers:
         if product := _gated_product(context, layer):
             like = GATED.get(context.activations[i].name or "", "")
-            yield Deviation(f"h.{i}.act", context.graph.place(product), {"like": like})
+            yield Deviation(f"h.{i}.act", [context.graph.place(product)], {"like": like})
             return
 
 
@@ -254,8 +248,8 @@ def _gated_like(context: DiagnosisContext, layer: Layer, product: Node) -> str:
 def _product_before(context: DiagnosisContext, layer: Layer) -> Node:
     """Return the product of a projection's two halves; without one, the next projection's input."""
     graph = context.graph
-    between = [n for n in graph.between([layer.act], [layer.fc_end]) if kind(n) == "mul"]
-    products = [n for n in between if sum(a in graph.live for a in n.all_input_nodes) == 2]
+    between = graph.between([layer.act], [layer.fc_end])
+    products = [n for n in between if kind(n) == "mul" and len(live_inputs(graph, n)) == 2]
     return products[-1] if products else layer.act
 
 
@@ -278,7 +272,7 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
             else:
                 after = {"branch": "the MLP", "next": "the next block, or with ln_f"}
                 tap = "ln_f" if last else f"h.{i + 1}.ln_1"
-            yield Deviation(tap, place, values | after)
+            yield Deviation(tap, [place], values | after)
             return
 
 
@@ -293,7 +287,7 @@ def projected_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
         )
         values = {"found": "a projection", "branch": "the embeddings", "next": "the first block"}
         place = source.running(context.graph, leading)
-        yield Deviation("embed", place, values, message=message)
+        yield Deviation("embed", [place], values, message=message)
 
 
 @deviation(
@@ -302,7 +296,7 @@ def projected_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
 def mlp_before_attention(context: DiagnosisContext) -> Iterator[Deviation]:
     if _mlp_first(context):
         place = next(iter(context.graph.places(context.anatomy.leading[0])), None)
-        yield Deviation("h.0.ln_1", place)
+        yield Deviation("h.0.ln_1", [place])
 
 
 def _mlp_first(context: DiagnosisContext) -> bool:
@@ -323,8 +317,8 @@ def cross_attention(context: DiagnosisContext) -> Iterator[Deviation]:
         products = [op.product for op in found.values()]
         lines = [source.torch_built(context.model, [node]) for node in products]
         lines += [graph.place(node) for node in products]
-        tap, place = f"h.{next(iter(found))}.ln_2", lines[0] or lines[-1]
-        yield Deviation(tap, place, {}, lines=lines, layers=list(found))
+        lines = [lines[0] or lines[-1], *lines]
+        yield Deviation(f"h.{next(iter(found))}.ln_2", lines, layers=list(found))
 
 
 @deviation(
@@ -336,11 +330,11 @@ def no_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
     layers = [i for i, layer in context.layers if not layer.has_mlp]
     if layers and not _mlp_first(context):
         layer = context.anatomy.layers[layers[0]]
-        place = source.running(context.graph, [layer.mid])
+        place = context.graph.place(layer.mid)
         if layer.attn_sum.shortcut is None:
             place = source.module_call(context.graph, context.model, layer.attention_ops[0].product)
         changes = Changes(no_mlp=set(layers))
-        yield Deviation(f"h.{layers[0]}.out", place, {}, changes, layers=layers)
+        yield Deviation(f"h.{layers[0]}.out", [place], {}, changes, layers=layers)
 
 
 @deviation(
@@ -357,7 +351,7 @@ def unknown_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             "n": "1 projection runs" if n == 1 else f"{n} projections run",
             "like": ", as in a mixture of experts" if chosen else "",
         }
-        yield Deviation(f"h.{layers[0]}.mlp", place, values, layers=layers)
+        yield Deviation(f"h.{layers[0]}.mlp", [place], values, layers=layers)
 
 
 @deviation(
@@ -368,8 +362,8 @@ def one_mlp_projection(context: DiagnosisContext) -> Iterator[Deviation]:
     layers = [i for i, layer in context.layers if layer.fc is not None and layer.mlp_proj is None]
     if layers:
         layer = context.anatomy.layers[layers[0]]
-        place = source.running(context.graph, [layer.fc_end])
-        yield Deviation(f"h.{layers[0]}.mlp", place)
+        place = context.graph.place(layer.fc_end)
+        yield Deviation(f"h.{layers[0]}.mlp", [place])
 
 
 @deviation(
@@ -384,12 +378,12 @@ def parallel_block(context: DiagnosisContext) -> Iterator[Deviation]:
     layer = context.anatomy.layers[layers[0]]
     fused = [each for each in context.mapping.unknown if each.code == "parallel_block"]
     if fused:  # one projection for both branches, so neither is loaded
-        lines = [source.running(graph, [layer.mlp])]
+        lines = [graph.place(layer.mlp)]
         lines += [source.built(context.model, graph.names[fused[0].parameters[0]])]
-        yield Deviation(f"h.{layers[0]}.q", None, {}, lines=lines)
+        yield Deviation(f"h.{layers[0]}.q", lines)
     else:
-        place = source.running(graph, [layer.mlp_sum.node])
-        yield Deviation(f"h.{layers[0]}.fc", place, {}, Changes(parallel=set(layers)))
+        place = graph.place(layer.mlp_sum.node)
+        yield Deviation(f"h.{layers[0]}.fc", [place], {}, Changes(parallel=set(layers)))
 
 
 @deviation(
@@ -414,7 +408,7 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
         if layers:
             lines = [branch_line(context, i, is_mlp=tap == "out") for i in layers]
             at = f"h.{layers[0]}.{tap}"
-            yield Deviation(at, lines[0], {}, changes, lines=lines, layers=layers)
+            yield Deviation(at, lines, {}, changes, layers=layers)
 
 
 @deviation(
@@ -426,7 +420,7 @@ def hyper_connections(context: DiagnosisContext) -> Iterator[Deviation]:
     if sums := context.sums_of_copies:
         n = prod(size(sums[0])) // (prod(context.graph.shape) * context.anatomy.width)
         lines = [context.graph.place(node) for node in sums]
-        yield Deviation("h.0.ln_1", lines[0], {"n": n}, lines=lines)
+        yield Deviation("h.0.ln_1", lines, {"n": n})
 
 
 @deviation(
@@ -434,14 +428,9 @@ def hyper_connections(context: DiagnosisContext) -> Iterator[Deviation]:
 )
 def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
     graph = context.graph
-    sums = {
-        f"h.{i}.{tap}": total for i, layer in context.layers
-        for tap, total in (("resid_mid", layer.attn_sum), ("out", layer.mlp_sum))
-    }  # fmt: skip
-    inside = {
-        node for _, layer in context.layers for op in layer.attention_ops
-        for node in graph.live_between([op.q.node, op.k.node, op.v.node], [layer.x1])
-    }  # fmt: skip
+    sums = {branch.tap: branch.total for branch in context.branches}
+    spans = ((operands_of(layer), [layer.x1]) for _, layer in context.layers)
+    inside = {node for ends, starts in spans for node in graph.live_between(ends, starts)}
     doubled = [
         node for node in graph.nodes
         if node in graph.live - inside and kind(node) == "add" and len(tensor_inputs(node)) == 2
@@ -450,24 +439,24 @@ def doubled_residual(context: DiagnosisContext) -> Iterator[Deviation]:
     if doubled:
         lines = [graph.place(node) for node in doubled]
         terms = {tensor_inputs(node)[0] for node in doubled}
-        changes = Changes(doubled={tap for tap, total in sums.items() if total.node in terms})
+        twice = {tap: 2.0 for tap, total in sums.items() if total.node in terms}
         sums_of_terms = (line.text for node in terms for line in graph.places(node))
         in_place = any(re.search(r"\+=|\badd_\(", text) for text in sums_of_terms)
         cause = ", because an earlier in-place operation added the branch to the shortcut"
         values = {"found": f"a tensor is added to itself{cause if in_place else ''}"}
         tap = context.tap_after(doubled[0])
-        yield Deviation(tap, lines[0], values, changes if changes.doubled else None, lines=lines)
+        yield Deviation(tap, lines, values, _multiplied(twice) if twice else None)
     own = {tap: total.own_input for tap, total in sums.items() if total.own_input is not None}
     if own:
         lines = [graph.place(node) for node in own.values()]
         values = {"found": "the branch adds its own input to its result, and the block adds the "
                   "residual stream as well"}  # fmt: skip
-        yield Deviation(next(iter(own)), lines[0], values, Changes(own_input={*own}), lines=lines)
+        yield Deviation(next(iter(own)), lines, values, Changes(own_input={*own}))
     if again := _second_shortcuts(context):
         lines = [graph.place(node) for node in again.values()]
         values = {"found": "the input of the block is added to its result a second time"}
         tap = f"h.{min(again) + 1}.ln_1" if min(again) + 1 < len(context.anatomy.layers) else "ln_f"
-        yield Deviation(tap, lines[0], values, Changes(input_again={*again}), lines=lines)
+        yield Deviation(tap, lines, values, Changes(input_again={*again}))
 
 
 def _second_shortcuts(context: DiagnosisContext) -> dict[int, Node]:
@@ -487,13 +476,10 @@ def _second_shortcuts(context: DiagnosisContext) -> dict[int, Node]:
 )
 def residual_from_norm(context: DiagnosisContext) -> Iterator[Deviation]:
     if (names := context.places.from_norm) and not context.sums_of_copies:
-        lines = []
-        for name in names:
-            layer = context.anatomy.layers[int(name.split(".")[1])]
-            total = layer.attn_sum if name.endswith("ln_1") else layer.mlp_sum
-            lines.append(source.running(context.graph, [total.node]))
+        sums = {branch.norm: branch.total.node for branch in context.branches}
+        lines = [context.graph.place(sums[name]) for name in names]
         changes = Changes(residual_from_norm=set(names))
-        yield Deviation("h.0.resid_mid", lines[0], {}, changes, lines=lines)
+        yield Deviation("h.0.resid_mid", lines, {}, changes)
 
 
 @deviation(
@@ -503,53 +489,39 @@ def residual_from_norm(context: DiagnosisContext) -> Iterator[Deviation]:
 def residual_weights(context: DiagnosisContext) -> Iterator[Deviation]:
     found: dict[str, tuple[str, float, float, list[Node]]] = {}
     stream = context.anatomy.embed
-    for i, layer in context.layers:
-        for name, end, total, tap in (
-            ("attn", layer.attn, layer.attn_sum, f"h.{i}.resid_mid"),
-            ("mlp", layer.mlp, layer.mlp_sum, f"h.{i}.out"),
-        ):
-            branch = _factor(context, end, total.branch)
-            kept = None
-            norm = context.places.named.get(f"h.{i}.ln_{1 if name == 'attn' else 2}")
-            if total.shortcut is not None:
-                own = norm is not None and norm.start is not total.shortcut
-                kept = _factor(context, stream, total.shortcut) if own else None
-                if kind(total.node) == "sub":
-                    branch, kept = _signed(total, branch or 1.0, kept or 1.0)
-            if (branch or 1.0) != 1.0 or (kept or 1.0) != 1.0:
-                starts = [(end, total.branch), (stream, total.shortcut or total.node)]
-                between = [n for start, to in starts for n in context.graph.between([to], [start])]
-                factors = [n for n in between if kind(n) in ("mul", "div")]
-                found[tap] = f"h.{i}.{name}", kept or 1.0, branch or 1.0, factors or [total.node]
-            stream = total.node
-            if norm is not None and norm.start is stream:  # a post-norm
-                stream = norm.end
+    for branch in context.branches:
+        total, norm = branch.total, context.places.named.get(branch.norm)
+        factor, kept = _factor(context, branch.end, total.branch) or 1.0, 1.0
+        if total.shortcut is not None:
+            if norm is not None and norm.start is not total.shortcut:
+                kept = _factor(context, stream, total.shortcut) or 1.0
+            if kind(total.node) == "sub" and tensor_inputs(total.node)[1] is total.branch:
+                factor = -factor
+            elif kind(total.node) == "sub":
+                kept = -kept
+        if factor != 1.0 or kept != 1.0:
+            starts = [(branch.end, total.branch), (stream, total.shortcut or total.node)]
+            between = [n for start, to in starts for n in context.graph.between([to], [start])]
+            factors = [n for n in between if kind(n) in ("mul", "div")]
+            found[branch.tap] = branch.name, kept, factor, factors or [total.node]
+        stream = total.node
+        if norm is not None and norm.start is stream:  # a post-norm
+            stream = norm.end
     if found:
         first = next(iter(found))
-        _, kept, branch, _ = found[first]
-        changes = Changes(
-            branch_factor={name: branch for name, _, branch, _ in found.values()},
-            shortcut_factor={tap: kept for tap, (_, kept, _, _) in found.items()},
-        )
+        _, kept, factor, _ = found[first]
+        changes = _multiplied({name: factor for name, _, factor, _ in found.values()})
+        changes.shortcut_factor = {tap: kept for tap, (_, kept, _, _) in found.items()}
         lines = [source.running(context.graph, nodes) for *_, nodes in found.values()]
-        values = {"found": f"{kept:.6g}", "branch": f"{branch:.6g}"}
-        yield Deviation(first, lines[0], values, changes, lines=lines)
-
-
-def _signed(total: Sum, branch: float, kept: float) -> tuple[float, float]:
-    """Return the factors of branch and shortcut with the sign that their difference gives them."""
-    negated = tensor_inputs(total.node)[1]
-    return (-branch, kept) if negated is total.branch else (branch, -kept)
+        values = {"found": f"{kept:.6g}", "branch": f"{factor:.6g}"}
+        yield Deviation(first, lines, values, changes)
 
 
 @detects("residual_weights")
 def scaled_sums(context: DiagnosisContext) -> Iterator[Deviation]:
     """Detect sums that are multiplied by a number, as in `x = (x + branch(x)) / 2`."""
     graph, found = context.graph, dict[str, tuple[float, Node]]()
-    shortcuts = {
-        f"h.{i}.ln_{number}": total.shortcut for i, layer in context.layers
-        for number, total in ((1, layer.attn_sum), (2, layer.mlp_sum))
-    }  # fmt: skip
+    shortcuts = {branch.norm: branch.total.shortcut for branch in context.branches}
     for start, end, after, _, before in _connections(context):
         shortcut = shortcuts.get(before, end)
         if after != "embed" and shortcut is not None and before in ("ln_f", *shortcuts):
@@ -559,10 +531,10 @@ def scaled_sums(context: DiagnosisContext) -> Iterator[Deviation]:
                 found[after] = factor, scaled[0]
     if found:
         factor, _ = next(iter(found.values()))
-        changes = Changes(stream={tap: partial(torch.mul, f) for tap, (f, _) in found.items()})
+        changes = _multiplied({tap: factor for tap, (factor, _) in found.items()})
         lines = [graph.place(node) for _, node in found.values()]
         values = {"found": f"{factor:.6g}", "branch": f"{factor:.6g}"}
-        yield Deviation(next(iter(found)), lines[0], values, changes, lines=lines)
+        yield Deviation(next(iter(found)), lines, values, changes)
 
 
 @detects("random_parameters")
@@ -577,7 +549,7 @@ def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
         lines += [source.running(graph, products) for products, _ in found.values()]
         factors_of = {branch: value for branch, (_, value) in found.items()}
         without_effect = all(bool((value == 1).all()) for value in factors_of.values())
-        changes = None if without_effect else Changes(branch_factor={**factors_of})
+        changes = None if without_effect else _multiplied(factors_of)
         first, value = next(iter(factors_of.items()))
         values = {
             "found": listed(names, 4),
@@ -588,9 +560,12 @@ def learned_weights(context: DiagnosisContext) -> Iterator[Deviation]:
             "which have no counterpart in GPT-2 and keep their initial values"
         )
         severity: Severity | None = "info" if without_effect else None
-        yield Deviation(
-            first, None, values, changes, lines=lines, message=message, severity=severity
-        )
+        yield Deviation(first, lines, values, changes, message=message, severity=severity)
+
+
+def _multiplied(factors: Mapping[str, float | Tensor]) -> Changes:
+    """Return the change by which what follows these taps is multiplied by numbers or by (C,)."""
+    return Changes(functions={tap: [partial(torch.mul, f)] for tap, f in factors.items()})
 
 
 def _factor(context: DiagnosisContext, start: Node, end: Node) -> float | None:
@@ -648,50 +623,36 @@ def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, s
     if tap in places.extra:
         stream = places.extra[tap].end
     for i, layer in context.layers:
-        for number, total, x, after in (
-            (1, layer.attn_sum, layer.x1, f"h.{i}.resid_mid"),
-            (2, layer.mlp_sum, layer.x2, f"h.{i}.out"),
+        branches = context.branches_of(i)
+        for branch, at, reader in zip(
+            branches, ("q", "fc"), ("q, k and v", "the MLP"), strict=True
         ):
-            name = f"h.{i}.ln_{number}"
+            name, total = branch.norm, branch.total
             norm = places.named.get(name)
             if norm is not None and not moved and total.shortcut is not None and not layer.parallel:
                 if tap != "embed" or not context.anatomy.leading:
                     yield stream, norm.start, tap, name, name
                 if layer.raw is None and norm.end is not norm.start:
-                    at, reader = ("q", "q, k and v") if number == 1 else ("fc", "the MLP")
-                    yield norm.end, x, name, f"h.{i}.{at}", f"the projection of {reader}"
-            stream, tap = total.node, after
-        yield from _ends_of_branches(context, i)
+                    yield norm.end, branch.x, name, f"h.{i}.{at}", f"the projection of {reader}"
+            stream, tap = total.node, branch.tap
+        for branch in branches:
+            is_added = branch.total.shortcut is not None and not layer.parallel
+            is_added = is_added and branch.end in context.graph.ancestors[branch.total.branch]
+            if is_added and not _is_explained(context, i, branch):
+                yield branch.end, branch.total.branch, branch.name, branch.tap, "the residual sum"
     if "ln_f" in places.named and not (places.post or extra or context.sums_of_copies):
         yield stream, places.named["ln_f"].start, tap, "ln_f", "ln_f"
     if "ln_f" in places.named and "ln_f.after" not in places.extra:
         yield places.named["ln_f"].end, context.anatomy.xf, "ln_f", "logits", HEAD
 
 
-def _ends_of_branches(
-    context: DiagnosisContext, i: int
-) -> Iterator[tuple[Node, Node, str, str, str]]:
-    """Yield the result of attention and of the MLP, and where each is added to the stream."""
+def _is_explained(context: DiagnosisContext, i: int, branch: Branch) -> bool:
+    """Return whether what follows the result of a branch has a finding of its own."""
     layer, places = context.anatomy.layers[i], context.places
-    for end, total, norm, branch, after in (
-        (layer.attn, layer.attn_sum, f"h.{i}.ln_1", f"h.{i}.attn", f"h.{i}.resid_mid"),
-        (layer.mlp, layer.mlp_sum, f"h.{i}.ln_2", f"h.{i}.mlp", f"h.{i}.out"),
-    ):
-        # These have findings of their own.
-        named = [
-            branch in places.extra,
-            norm in places.on_output,
-            branch in context.learned_factors,
-        ]
-        if end is layer.mlp:
-            named += [
-                i in context.late_activations,
-                bool(layer.unknown or layer.extra),
-                layer.is_gated,
-            ]
-        is_added = total.shortcut is not None and end in context.graph.ancestors[total.branch]
-        if is_added and not layer.parallel and not any(named):
-            yield end, total.branch, branch, after, "the residual sum"
+    if branch.name in {*places.extra, *context.learned_factors} or branch.norm in places.on_output:
+        return True
+    changed_mlp = i in context.late_activations or layer.unknown or layer.extra or layer.is_gated
+    return branch.end is layer.mlp and bool(changed_mlp)
 
 
 def _operations(
@@ -724,5 +685,5 @@ def _operations(
         return None  # other values change which experts run
     lines = [graph.place(node) for node in nodes]
     lines += [line for each in lines if each for line in source.callers(graph, each)][:4]
-    changes = Changes(stream={after: function})
-    return Deviation(None, lines[0], operations(nodes, after, before), changes, lines=lines)
+    changes = Changes(functions={after: [function]})
+    return Deviation(None, lines, operations(nodes, after, before), changes)

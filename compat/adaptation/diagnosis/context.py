@@ -11,14 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import Anatomy, Layer
+from compat.adaptation.anatomy.dissect import Anatomy, Layer, Sum
 from compat.adaptation.anatomy.norms import NormFormula, NormPlaces, formula_of
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.activations import Activation, activation_of, called_activation
-from compat.adaptation.diagnosis.attention_formula import (
-    AttentionFormula,
-    attention_of,
-)
 from compat.adaptation.mapping.assignments import Assignments, Unmatched
 from compat.adaptation.mapping.embeddings import EmbeddingFormula, embedding_of
 from compat.adaptation.tracing.graph import (
@@ -33,6 +29,24 @@ from compat.adaptation.tracing.graph import (
 from compat.adaptation.tracing.rewrites import POOLS
 from compat.config import GPT2Config
 from compat.ops import Rows
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Attention or the MLP of a block, with its norm and its sum with the residual stream.
+
+    Args:
+        norm, name, tap: the names of the norm, the result and the sum, such as `h.0.ln_1`,
+            `h.0.attn` and `h.0.resid_mid`.
+        x, end, total: the input, the result and the sum.
+    """
+
+    norm: str
+    name: str
+    tap: str
+    x: Node
+    end: Node
+    total: Sum
 
 
 @dataclass
@@ -88,6 +102,20 @@ class DiagnosisContext:
     def layers(self) -> list[tuple[int, Layer]]:
         return list(enumerate(self.anatomy.layers))
 
+    def branches_of(self, i: int) -> tuple[Branch, Branch]:
+        """Return attention and the MLP of a layer."""
+        at, layer = f"h.{i}.", self.anatomy.layers[i]
+        attn, mlp = (layer.x1, layer.attn, layer.attn_sum), (layer.x2, layer.mlp, layer.mlp_sum)
+        return (
+            Branch(f"{at}ln_1", f"{at}attn", f"{at}resid_mid", *attn),
+            Branch(f"{at}ln_2", f"{at}mlp", f"{at}out", *mlp),
+        )
+
+    @property
+    def branches(self) -> list[Branch]:
+        """Attention and the MLP of every layer, in order."""
+        return [branch for i, _ in self.layers for branch in self.branches_of(i)]
+
     @property
     def is_pooled(self) -> bool:
         """Whether the logits are computed from the mean or maximum over all positions."""
@@ -127,22 +155,6 @@ class DiagnosisContext:
     def norm_formulas(self) -> dict[str, NormFormula | None]:
         """The formula of each norm, by name; None if it is unknown."""
         return {name: formula_of(self.graph, norm) for name, norm in self.places.named.items()}
-
-    @cached_property
-    def attention_formulas(self) -> list[AttentionFormula | None]:
-        """The formula of attention in each layer; None if it is unknown."""
-        return [
-            None if attention.over_heads else attention_of(self.graph, attention)
-            for attention in self.mapping.attentions
-        ]
-
-    @cached_property
-    def inner_formulas(self) -> list[AttentionFormula | None]:
-        """The formula of the operands of the products in each layer whose attention is indirect."""
-        return [
-            None if attention.inner is None else attention_of(self.graph, attention.inner)
-            for attention in self.mapping.attentions
-        ]
 
     @property
     def n_head(self) -> int | None:
@@ -190,20 +202,16 @@ class DiagnosisContext:
         The branches are the taps `h.0.attn` and `h.0.mlp`.
         """
         graph, found = self.graph, dict[str, tuple[list[Node], Tensor]]()
-        for i, layer in self.layers:
-            for branch, end, total in (
-                (f"h.{i}.attn", layer.attn, layer.attn_sum),
-                (f"h.{i}.mlp", layer.mlp, layer.mlp_sum),
-            ):
-                inside = graph.live_between([total.branch], [end])
-                factors = [n for n in inside if kind(n) == "mul" and reads_parameter(graph, n)]
-                if not factors or any(n not in factors and kind(n) not in MOVES for n in inside):
-                    continue
-                one = torch.ones(size(end), dtype=torch.float64)
-                [value] = graph.run([total.branch], {end: one})
-                value = value.reshape(-1, self.anatomy.width)
-                if torch.equal(value, value[:1].expand_as(value)):
-                    found[branch] = factors, value[0]
+        for branch in self.branches:
+            end, sent = branch.end, branch.total.branch
+            inside = graph.live_between([sent], [end])
+            factors = [n for n in inside if kind(n) == "mul" and reads_parameter(graph, n)]
+            if not factors or any(n not in factors and kind(n) not in MOVES for n in inside):
+                continue
+            [value] = graph.run([sent], {end: torch.ones(size(end), dtype=torch.float64)})
+            value = value.reshape(-1, self.anatomy.width)
+            if torch.equal(value, value[:1].expand_as(value)):
+                found[branch.name] = factors, value[0]
         return found
 
     @cached_property
@@ -220,10 +228,9 @@ class DiagnosisContext:
             and size(node)[-1:] == (self.anatomy.width,)
             and prod(size(node)) > elements and prod(size(node)) % elements == 0
         ]  # fmt: skip
-        for _, layer in self.layers:
-            for end, total in ((layer.attn, layer.attn_sum), (layer.mlp, layer.mlp_sum)):
-                if total.shortcut is None:
-                    found += [node for node in wide if end in graph.ancestors[node]][:1]
+        for branch in self.branches:
+            if branch.total.shortcut is None:
+                found += [node for node in wide if branch.end in graph.ancestors[node]][:1]
         return found
 
     def owner_of(self, hf: str) -> Place | None:
@@ -233,6 +240,11 @@ class DiagnosisContext:
     def owners_of(self, hf: str) -> list[Place | None]:
         """Return the same for each of the modules among which a tensor is divided."""
         return [source.built(self.model, self.graph.names[node]) for node in self.nodes_of(hf)]
+
+    def built_between(self, targets: list[Node], cuts: list[Node]) -> Place | None:
+        """Return the line that builds the first parameter that `targets` are computed with."""
+        parameters = self.graph.parameters_between(targets, cuts)
+        return source.built(self.model, self.graph.names[parameters[0]]) if parameters else None
 
     def tap_after(self, node: Node) -> str:
         """Return the first tap that is computed by a node or after it."""

@@ -38,11 +38,6 @@ class Counterfactual:
     first: tuple[str, float] | None
 
 
-def nothing_to_explain(found: Sequence[Deviation]) -> Counterfactual:
-    """Return the result for a model in parity, whose deviations change no numbers."""
-    return Counterfactual(True, True, 0.0, [0.0] * len(found), None)
-
-
 def run(
     context: DiagnosisContext,
     found: Sequence[Deviation],

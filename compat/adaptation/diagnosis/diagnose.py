@@ -74,14 +74,14 @@ def diagnose(
     """
     model, found = context.model, find_deviations(context)
     for each in found:
-        each.lines = [*(each.lines or [each.place]), *_further_lines(context, each)]
+        each.lines = [*each.lines, *_further_lines(context, each)]
         layer = re.match(r"h\.(\d+)", each.tap or "")
         if layer and int(layer[1]) >= context.config.n_layer and each.changes is not None:
             each.changes = None
             each.evidence = "found in the graph, in a layer that the checkpoint does not have"
     expected, exact = reference.trace(ids)
-    if report and not any(deviation.changes for deviation in found):
-        result = counterfactual.nothing_to_explain(found)
+    if report and not any(deviation.changes for deviation in found):  # nothing to explain
+        result = counterfactual.Counterfactual(True, True, 0.0, [0.0] * len(found), None)
     else:
         with eval_mode(model):
             own = call(model, ids).detach()
@@ -108,8 +108,8 @@ def diagnose(
 
 def _further_lines(context: DiagnosisContext, found: Deviation) -> list[Place]:
     """Return the lines that build or call the user's modules in whose code a deviation is."""
-    graph, model, place = context.graph, context.model, found.place
-    if place is None:
+    graph, model = context.graph, context.model
+    if not found.lines or (place := found.lines[0]) is None:
         return []
     if found.code == "rope":  # q and k are rotated by one module
         layers = context.anatomy.layers

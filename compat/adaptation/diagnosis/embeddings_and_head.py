@@ -67,7 +67,7 @@ def scaled_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
             own = [n for n in factors if (n in graph.live) is (what == "token")]
             values = {"what": what, "found": scale}
             line = source.running(graph, own or doubled or factors) or _sum_line(context)
-            yield Deviation("embed", line, values, changes)
+            yield Deviation("embed", [line], values, changes)
 
 
 @deviation(
@@ -90,7 +90,7 @@ def sinusoidal_pos(context: DiagnosisContext) -> Iterator[Deviation]:
     line = source.running(graph, fixed) or _sum_line(context)
     computing = source.mentions(context.model, r"\b(sin|cos)\(")  # also where the buffer is filled
     lines = [line, *(computing if len(computing) <= 4 else [])]
-    yield Deviation("embed", line, values, changes, lines=lines)
+    yield Deviation("embed", lines, values, changes)
 
 
 @deviation(
@@ -118,13 +118,13 @@ def no_pos(context: DiagnosisContext) -> Iterator[Deviation]:
         )
         changes = Changes(weights={"wpe.weight": None}, added=added)
         line = source.running(context.graph, lookups)
-        yield Deviation("embed", line or position_line(context), {}, changes, message=message)
+        yield Deviation("embed", [line or position_line(context)], {}, changes, message=message)
     else:
         node, graph, model = context.anatomy.token_embedding, context.graph, context.model
         line = source.projecting(graph, model, node)  # of a class with a table alone, the call
         call = source.embedding_call(graph, model, node)
         lines = [line, call, context.owner_of("wte.weight")]
-        yield Deviation("embed", line, {}, Changes(weights={"wpe.weight": None}), lines=lines)
+        yield Deviation("embed", lines, {}, Changes(weights={"wpe.weight": None}))
 
 
 def later_tables(context: DiagnosisContext) -> set[Node]:
@@ -158,7 +158,7 @@ def pos_offset(context: DiagnosisContext) -> Iterator[Deviation]:
     _, op = context.mapping.by_tensor.get("wpe.weight", ((), None))
     if offset := found.offset - (op.start if isinstance(op, Rows) else 0):
         changes = Changes(position_offset=offset)
-        yield Deviation("embed", position_line(context), {"found": offset}, changes)
+        yield Deviation("embed", [position_line(context)], {"found": offset}, changes)
 
 
 @deviation(
@@ -182,7 +182,7 @@ def position_ids(context: DiagnosisContext) -> Iterator[Deviation]:
     changes = Changes(weights={"wpe.weight": None}, added=added)
     made = [node for node in _path(context) if kind(node) in POSITION_OPS]
     line = source.running(context.graph, made) or position_line(context)
-    yield Deviation("embed", line, values, changes)
+    yield Deviation("embed", [line], values, changes)
 
 
 def _by_batch(context: DiagnosisContext, found: EmbeddingFormula) -> Deviation:
@@ -196,7 +196,7 @@ def _by_batch(context: DiagnosisContext, found: EmbeddingFormula) -> Deviation:
         "the positions are added along the axis of the batch, so all tokens of a sequence have the "
         "same one, but GPT-2 adds them along the axis of the tokens"
     )
-    return Deviation("embed", _sum_line(context), {}, changes, message=message)
+    return Deviation("embed", [_sum_line(context)], {}, changes, message=message)
 
 
 @deviation(
@@ -207,7 +207,7 @@ def other_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
     graph = context.graph
     if joined := joined_positions(context):
         how = {"cat": "concatenated", "mul": "multiplied"}[kind(joined[0])]
-        yield Deviation("embed", source.running(graph, joined), {"found": how})
+        yield Deviation("embed", [source.running(graph, joined)], {"found": how})
     # A token table of another width is reported as such.
     elif not _added_operations(context) and not _on_ids(context) and _is_no_sum(context):
         drawn = any(kind(node) in DRAWS for node in _path(context))
@@ -215,7 +215,7 @@ def other_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
             return  # these have codes of their own
         if "wte.weight" in context.mapping.by_tensor:
             values = {"found": "combined by a formula that is unknown to compat"}
-            yield Deviation("embed", _sum_line(context), values)
+            yield Deviation("embed", [_sum_line(context)], values)
 
 
 @detects("extra_operation")
@@ -223,10 +223,10 @@ def changed_tokens(context: DiagnosisContext) -> Iterator[Deviation]:
     if (nodes := _added_operations(context)) and not joined_positions(context):
         place = source.running(context.graph, nodes)
         values = operations(nodes, "the token embedding", "its sum with the positions")
-        yield Deviation("embed", place, values)
+        yield Deviation("embed", [place], values)
     elif (nodes := _on_ids(context)) and _is_no_sum(context):
         values = operations(nodes, "the ids", "the token embedding")
-        yield Deviation("embed", source.running(context.graph, nodes), values)
+        yield Deviation("embed", [source.running(context.graph, nodes)], values)
 
 
 def _added_operations(context: DiagnosisContext) -> list[Node]:
@@ -271,7 +271,7 @@ def untied_head(context: DiagnosisContext) -> Iterator[Deviation]:
     if "lm_head.weight" in assigned and context.config.tie_word_embeddings:
         (node,), _ = assigned["lm_head.weight"]
         place = source.built(context.model, graph.names[node])
-        yield Deviation(None, place, {"found": graph.values[node].numel()})
+        yield Deviation(None, [place], {"found": graph.values[node].numel()})
 
 
 @deviation(
@@ -281,7 +281,7 @@ def untied_head(context: DiagnosisContext) -> Iterator[Deviation]:
 )
 def head_bias(context: DiagnosisContext) -> Iterator[Deviation]:
     for node in context.mapping.zeroed:
-        yield Deviation(None, source.built(context.model, context.graph.names[node]))
+        yield Deviation(None, [source.built(context.model, context.graph.names[node])])
 
 
 @deviation(
@@ -292,7 +292,7 @@ def scaled_logits(context: DiagnosisContext) -> Iterator[Deviation]:
     if abs(scale - 1) > 1e-9:
         after = context.graph.between([context.graph.output], [context.anatomy.head])
         place = source.running(context.graph, after, "mul", "div")
-        yield Deviation("logits", place, {"found": scale}, Changes(head_scale=scale))
+        yield Deviation("logits", [place], {"found": scale}, Changes(head_scale=scale))
 
 
 @deviation(
@@ -303,8 +303,8 @@ def softmax_output(context: DiagnosisContext) -> Iterator[Deviation]:
     if (node := context.mapping.output_softmax) is not None:
         built = source.torch_built(context.model, [node])
         found = "the logarithm of the softmax" if "log" in kind(node) else "the softmax"
-        lines = [built, source.running(context.graph, [node])]
-        yield Deviation("logits", built or lines[1], {"found": found}, Changes(), lines=lines)
+        lines = [built, context.graph.place(node)]
+        yield Deviation("logits", lines, {"found": found}, Changes())
 
 
 @deviation("{found} is applied to the logits, but GPT-2 returns them unchanged", "return logits")
@@ -321,8 +321,8 @@ def changed_logits(context: DiagnosisContext) -> Iterator[Deviation]:
     only_guards = guards and all(kind(node) in ("where", "masked_fill") for node in others)
     for node in (guards if only_guards else others)[:1]:
         evidence = "found in the graph, but not tested for its effect on the logits"
-        place = source.running(graph, [node])
-        yield Deviation("logits", place, {"found": kind(node)}, evidence=evidence)
+        place = graph.place(node)
+        yield Deviation("logits", [place], {"found": kind(node)}, evidence=evidence)
 
 
 def _joins_others(context: DiagnosisContext, node: Node) -> bool:
@@ -340,9 +340,9 @@ def _joins_others(context: DiagnosisContext, node: Node) -> bool:
 )
 def last_position_only(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.last_only is not None and not context.is_pooled:
-        yield Deviation(None, source.running(context.graph, [context.last_only]))
+        yield Deviation(None, [context.graph.place(context.last_only)])
     elif context.with_targets and not context.of_loss:
-        yield Deviation(None, source.matching(context.model, r"\[:, *\[? *-1|\[:, *-1 *:"))
+        yield Deviation(None, [source.matching(context.model, r"\[:, *\[? *-1|\[:, *-1 *:")])
 
 
 @deviation(
@@ -353,7 +353,7 @@ def last_position_only(context: DiagnosisContext) -> Iterator[Deviation]:
 def loss_only(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.of_loss:
         pattern = r"cross_entropy\(|CrossEntropyLoss\("
-        yield Deviation(None, source.matching(context.model, pattern))
+        yield Deviation(None, [source.matching(context.model, pattern)])
 
 
 @deviation(
@@ -363,8 +363,8 @@ def loss_only(context: DiagnosisContext) -> Iterator[Deviation]:
 )
 def pooled_positions(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.last_only is not None and context.is_pooled:
-        place = source.running(context.graph, [context.last_only])
-        yield Deviation("ln_f", place, {"found": POOLS[kind(context.last_only)]})
+        place = context.graph.place(context.last_only)
+        yield Deviation("ln_f", [place], {"found": POOLS[kind(context.last_only)]})
 
 
 @deviation(
@@ -379,7 +379,7 @@ def input_shape(context: DiagnosisContext) -> Iterator[Deviation]:
             "(T,)": ("called it for each sequence", "torch.stack([model(row) for row in ids])"),
         }[context.input_shape]
         values = {"found": context.input_shape, "how": how, "call": call}
-        yield Deviation(None, source.matching(context.model, r"def forward\("), values)
+        yield Deviation(None, [source.matching(context.model, r"def forward\(")], values)
 
 
 # The lines that give the logits another shape, and how to undo it.
@@ -408,6 +408,6 @@ RESHAPES = {
 def output_shape(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.output_shape and not (context.with_targets or context.of_loss):
         pattern, how = RESHAPES[context.output_shape]
-        place = source.running(context.graph, [context.anatomy.head])
+        place = context.graph.place(context.anatomy.head)
         place = source.matching(context.model, pattern) or place
-        yield Deviation(None, place, {"found": context.output_shape, "how": how})
+        yield Deviation(None, [place], {"found": context.output_shape, "how": how})

@@ -23,13 +23,13 @@ from compat.user_code import exception_summary, users_frames
 )
 def dropout_always_on(context: DiagnosisContext) -> Iterator[Deviation]:
     if dropouts := context.graph.dropouts:
-        place = source.running(context.graph, dropouts)
         first = next((node for node in dropouts if node in context.graph.order), None)
         tap = "embed" if first is None else context.tap_after(first)
         lines = [context.graph.place(node) for node in dropouts]
+        place = next((line for line in lines if line), None)
         if place is not None and not place.in_forward:  # a function of the user's own
             lines += source.callers(context.graph, place)
-        yield Deviation(tap, place, evidence=context.noise, lines=lines)
+        yield Deviation(tap, lines, evidence=context.noise)
 
 
 @deviation(
@@ -48,8 +48,7 @@ def random_in_forward(context: DiagnosisContext) -> Iterator[Deviation]:
         user = next((n for n in later if n in graph.live), None)
         tap = "logits" if user is None else context.tap_after(user)
         lines = [graph.place(node) for node in drawn]
-        values = {"found": kind(drawn[0])}
-        yield Deviation(tap, source.running(graph, drawn), values, lines=lines)
+        yield Deviation(tap, lines, {"found": kind(drawn[0])})
 
 
 @deviation(
@@ -59,7 +58,7 @@ def random_in_forward(context: DiagnosisContext) -> Iterator[Deviation]:
 def weights_changed(context: DiagnosisContext) -> Iterator[Deviation]:
     if written := context.graph.written:
         places = list(written.values())
-        yield Deviation("embed", places[0], {"found": listed(list(written), 4)}, lines=places)
+        yield Deviation("embed", places, {"found": listed(list(written), 4)})
 
 
 @deviation(
@@ -72,7 +71,7 @@ def mask_argument(context: DiagnosisContext) -> Iterator[Deviation]:
         name = context.mask.partition("=")[0]
         place = source.argument(context.model, name)
         evidence = "observed: without it, the last token changes the logits of earlier tokens"
-        yield Deviation(None, place, {"found": context.mask}, evidence=evidence)
+        yield Deviation(None, [place], {"found": context.mask}, evidence=evidence)
 
 
 @deviation(
@@ -85,10 +84,11 @@ def fixed_length(context: DiagnosisContext) -> Iterator[Deviation]:
     if context.fixed_length and context.length_error:
         frames = users_frames(context.length_error)
         places = [Place(frame.filename, frame.lineno or 0) for frame in frames]
+        lines = [*places[-1:], *places]  # the innermost first
         values = {"found": f"{context.fixed_length:,}"}
         raised = exception_summary(context.length_error)
         evidence = f"observed: for {context.fixed_length - 1:,} ids, {raised}"
-        yield Deviation(None, next(reversed(places), None), values, evidence=evidence, lines=places)
+        yield Deviation(None, lines, values, evidence=evidence)
 
 
 @deviation(
@@ -98,7 +98,7 @@ def fixed_length(context: DiagnosisContext) -> Iterator[Deviation]:
 def low_rank_term(context: DiagnosisContext) -> Iterator[Deviation]:
     if terms := context.graph.low_rank:
         lines = [context.graph.place(node) for node in terms]
-        yield Deviation(None, lines[0], lines=lines)
+        yield Deviation(None, lines)
 
 
 NO_ID = (
@@ -122,7 +122,7 @@ def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
     if lines and context.failed_input and not context.is_pooled:
         values = {"found": f"the logits differ from the reference's on {context.failed_input}"}
         evidence = "confirmed: all taps agree on random ids"
-        yield Deviation("logits", lines[0], values, evidence=evidence, lines=lines)
+        yield Deviation("logits", lines, values, evidence=evidence)
         return
     evidence = "confirmed: the logits change with the result of this comparison"
     for node in compared:
@@ -132,11 +132,11 @@ def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
         place = graph.place(node)
         if 0 <= number < context.config.vocab_size:
             values = {"found": f"the id {number} changes the logits in a way that other ids do not"}
-            yield Deviation("logits", place, values, evidence=evidence)
+            yield Deviation("logits", [place], values, evidence=evidence)
         else:
             found = {"found": str(number)}
             yield Deviation(
-                "logits", place, found, evidence=evidence, severity="info", message=NO_ID
+                "logits", [place], found, evidence=evidence, severity="info", message=NO_ID
             )
         return
 
@@ -177,8 +177,7 @@ def low_precision(context: DiagnosisContext) -> Iterator[Deviation]:
         widest = max(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
         values = {"found": dtype_name(named), "expected": dtype_name(widest)}
         lines = [graph.place(node) for node in casts]
-        tap, place = context.tap_after(casts[0]), source.running(graph, casts)
-        yield Deviation(tap, place, values, lines=lines)
+        yield Deviation(context.tap_after(casts[0]), lines, values)
 
 
 # Entries without a detector, which `findings` reports after the model has run.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from compat.adaptation.diagnosis.registry import CODES, Code
 
 EXPLANATIONS = {
@@ -129,8 +131,7 @@ EXPLANATIONS = {
     "scale_by_d_model": "The scores of one head are sums of d_head products. Divided by the "
     "square root of the embedding width, they are too small, and attention is too uniform.",
     "wrong_scale": "The factor determines how peaked the softmax is. GPT-2's weights were "
-    "trained with "
-    "1/√d_head.",
+    "trained with 1/√d_head.",
     "attn_upcast": "Casting to a wider type only reduces rounding errors. In float32 models a cast "
     "to float32 has no effect.",
     "n_head_mismatch": "The number of heads is not visible in any shape: c_attn has the same size "
@@ -276,19 +277,7 @@ def compose(entry: Code, why: str, fix: str = "") -> str:
         why: why it matters.
         fix: replaces a fix that depends on the finding.
     """
-    names = _Placeholders()
-    what = entry.message.format_map(names)
-    fix = fix if entry.fix == "{fix}" else entry.fix.format_map(names)
+    # Values that only a finding has are named: <found>.
+    what, usual_fix = (re.sub(r"{(\w+).*?}", r"<\1>", t) for t in (entry.message, entry.fix))
+    fix = fix if entry.fix == "{fix}" else usual_fix
     return f"{what[0].upper()}{what[1:]}.\n\n{why}\n\nFix: {fix}"
-
-
-class _Placeholders(dict[str, object]):
-    """Stands for values that only a finding has: `<found>`."""
-
-    def __missing__(self, name: str) -> _Placeholder:
-        return _Placeholder(name)
-
-
-class _Placeholder(str):
-    def __format__(self, spec: str) -> str:
-        return "<" + self + ">"

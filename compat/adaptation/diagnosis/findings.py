@@ -36,51 +36,50 @@ from compat.user_models.eval_mode import eval_mode
 UNKNOWN_FORMULAS = {"other_attention", "other_norm"}
 
 
-def finding(deviation: Deviation, severity: Severity, evidence: str) -> Finding:
+def finding(deviation: Deviation) -> Finding:
     code = CODES[deviation.code]
-    known = [line.in_cell for line in (deviation.place, *deviation.lines) if line]
+    known = [line.in_cell for line in deviation.lines if line]
     place = known[0] if known else None
     layers = collapse_layers([f"h.{i}." for i in deviation.layers])
     only = f" (only in {listed([name.rstrip('.') for name in layers])})" if layers else ""
     lines = [f"{line.file}:{line.line}" for line in known]
     return Finding(
         code=deviation.code,
-        severity=severity,
+        severity=deviation.severity or code.severity,
         tap=deviation.tap,
         file=place.file if place else None,
         line=place.line if place else None,
         source_line=place.text if place else None,
         message=(deviation.message or code.message).format(**deviation.values) + only,
         fix=code.fix.format(**deviation.values),
-        evidence=evidence,
+        evidence=deviation.evidence,
         values=deviation.values,
         also=list(dict.fromkeys(lines))[1:],
     )
 
 
 def unexplained(tap: str | None, place: Place | None, message: str, evidence: str) -> Finding:
-    deviation = Deviation(tap, place, {"found": message}, code="unexplained")
-    return finding(deviation, "breaks", evidence)
+    values = {"found": message}
+    return finding(Deviation(tap, [place], values, evidence=evidence, code="unexplained"))
 
 
 def no_head(graph: Graph, missing: NoHead) -> Finding:
     """Return the finding for a model that returns hidden states."""
     lines = [line for node in graph.same([missing.node]) for line in graph.places(node)]
-    deviation = Deviation("logits", None, {"table": missing.table}, code="no_head", lines=lines)
-    return finding(deviation, "breaks", "compat added this head to compare the logits")
+    evidence, values = "compat added this head to compare the logits", {"table": missing.table}
+    return finding(Deviation("logits", lines, values, evidence=evidence, code="no_head"))
 
 
 def no_forward(model: nn.Module, calls: MethodCalls) -> Finding:
     """Return the finding for a model whose logits other methods than `forward` compute."""
     place = source.matching(model, rf"^class {type(model).__name__}\b")
-    deviation = Deviation(None, place, {"found": str(calls)}, code="no_forward")
-    return finding(deviation, "info", "")
+    return finding(Deviation(None, [place], {"found": str(calls)}, code="no_forward"))
 
 
 def untraced(error: Exception) -> Finding:
     """Return the finding for a model without a graph."""
     place = source.named(str(error))
-    return finding(Deviation(None, place, {"found": str(error)}, code="untraced"), "info", "")
+    return finding(Deviation(None, [place], {"found": str(error)}, code="untraced"))
 
 
 def mixed_types(model: nn.Module) -> Finding:
@@ -90,8 +89,9 @@ def mixed_types(model: nn.Module) -> Finding:
         by_type.setdefault(dtype_name(parameter.dtype), name)
     found = listed([f"{dtype} ({name})" for dtype, name in by_type.items()])
     place = source.built(model, list(by_type.values())[-1])
-    deviation = Deviation(None, place, {"found": found}, code="mixed_types")
-    return finding(deviation, "limit", "a copy that agrees is compared in its own types as well")
+    evidence = "a copy that agrees is compared in its own types as well"
+    values = {"found": found}
+    return finding(Deviation(None, [place], values, evidence=evidence, code="mixed_types"))
 
 
 def unregistered(model: nn.Module, lists: Sequence[PlainList]) -> list[Finding]:
@@ -104,8 +104,7 @@ def unregistered(model: nn.Module, lists: Sequence[PlainList]) -> list[Finding]:
     for (place, kind, name), paths in by_line.items():
         each = "each of " if len(paths) > 1 else ""
         values = {"found": each + listed(collapse_layers(paths)), "kind": kind, "name": name}
-        deviation = Deviation(None, place, values, code="plain_list")
-        found.append(finding(deviation, "breaks", ""))
+        found.append(finding(Deviation(None, [place], values, code="plain_list")))
     return found
 
 
@@ -132,7 +131,7 @@ def to_findings(
         if severity == "breaks" and can_drift and alone <= 2 * own_error:
             severity = "drifts"
         evidence = _evidence(deviation, severity, alone, counterfactual, changes)
-        findings.append(finding(deviation, severity, evidence))
+        findings.append(finding(replace(deviation, severity=severity, evidence=evidence)))
     return findings
 
 
@@ -235,9 +234,8 @@ def fused_kernels(
         return findings
     layers = (n for n, m in model.named_modules() if isinstance(m, nn.TransformerEncoderLayer))
     place = source.torch_layer(model, next(layers, ""))
-    deviation = Deviation("logits", place, code="fast_path")
     evidence = f"confirmed: without the fused kernel, max|Δlogits| is {proof.max_abs:.2g}"
-    explained = finding(deviation, "breaks", evidence)
+    explained = finding(Deviation("logits", [place], evidence=evidence, code="fast_path"))
     return [explained if f.code == "unexplained" else f for f in findings]
 
 
@@ -250,9 +248,8 @@ def left_in_training(model: nn.Module, call: Forward, training: bool, ids: Tenso
             as_left = call(model, ids).detach()
     except Exception as error:
         places = [Place(frame.filename, frame.lineno or 0) for frame in users_frames(error)]
-        deviation = Deviation("embed", next(reversed(places), None), code="train_mode")
         evidence = f"in training mode, {exception_summary(error)}"
-        return [finding(deviation, "info", evidence)]
+        return [finding(Deviation("embed", places[-1:], evidence=evidence, code="train_mode"))]
     with eval_mode(model):
         quiet, again = call(model, ids).detach(), call(model, ids).detach()
     if torch.equal(as_left, quiet) or not torch.equal(quiet, again):
@@ -261,9 +258,8 @@ def left_in_training(model: nn.Module, call: Forward, training: bool, ids: Tenso
     dropout = next((name for name, m in model.named_modules()
                     if isinstance(m, nn.Dropout) and m.p > 0), None)  # fmt: skip
     place = None if dropout is None else source.building(model, dropout)
-    deviation = Deviation("embed", place, code="train_mode")
     evidence = f"in training mode, the logits differ by up to {moved:.2g}"
-    return [finding(deviation, "info", evidence)]
+    return [finding(Deviation("embed", [place], evidence=evidence, code="train_mode"))]
 
 
 def without_effect(found: Finding) -> Finding:
@@ -300,17 +296,16 @@ def trained_wrongly(
         return []
     lines = detached_at(model, call, ids)
     values = {"found": proof.headline.rstrip(".")}
-    deviation = Deviation(None, None, values, code="wrong_gradient", lines=lines)
     evidence = "confirmed: the gradients of the next-token loss were compared in float64"
-    return [finding(deviation, "limit", evidence)]
+    return [finding(Deviation(None, lines, values, evidence=evidence, code="wrong_gradient"))]
 
 
 def limits_of(logits: LogitsProof) -> list[Finding]:
     """Return the findings for conditions that the comparison of logits did not cover."""
-    findings = []
+    evidence, findings = "observed while the model ran on the inputs of the proof", []
     for limit in logits.limits:
         place = Place(limit.file, limit.line or 0) if limit.file else None
-        deviation = Deviation(None, place, {"found": limit.message}, code="not_compared")
-        evidence = "observed while the model ran on the inputs of the proof"
-        findings.append(finding(deviation, "limit", evidence))
+        values = {"found": limit.message}
+        deviation = Deviation(None, [place], values, evidence=evidence, code="not_compared")
+        findings.append(finding(deviation))
     return findings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -19,12 +18,8 @@ from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.embeddings_and_head import position_line
 from compat.adaptation.diagnosis.findings import finding
 from compat.adaptation.diagnosis.registry import Deviation
-from compat.adaptation.result import Finding, Severity
-from compat.adaptation.tracing.calling import (
-    CallSignature,
-    describe_error,
-    plain_kernels,
-)
+from compat.adaptation.result import Finding
+from compat.adaptation.tracing.calling import CallSignature, describe_error, plain_kernels
 from compat.adaptation.tracing.graph import Place
 from compat.adaptation.tracing.watched import AlignedCausalMask
 from compat.parity.outputs import find_logits
@@ -70,6 +65,102 @@ class Protocol:
         return f"model({', '.join(['ids[:, T:]', *rest])})"
 
 
+@dataclass
+class Decoding:
+    """A model's decode steps with its cache, and its logits of the whole sequence.
+
+    Args:
+        model: the user's model.
+        call: calls it.
+        protocol: the names of the arguments for its cache.
+        ids: (B, T).
+        bound: the largest relative error of the logits at a position.
+        with_positions: pass the positions even if they are optional.
+    """
+
+    model: nn.Module
+    call: CallSignature
+    protocol: Protocol
+    ids: Tensor
+    bound: float
+    with_positions: bool = False
+
+    def __post_init__(self) -> None:
+        self.known = self.ids.shape[1] - STEPS  # the number of ids of the first call
+        self.whole = self.call(self.model, self.ids)[:, self.known :]  # (B, STEPS, V)
+
+    def error(self, found: Tensor) -> float:
+        """Return the largest relative error of the steps' logits (B, STEPS, V) at a position."""
+        return float(((found - self.whole).norm(dim=-1) / self.whole.norm(dim=-1)).max())
+
+    def run(self) -> tuple[Tensor | None, str]:
+        """Return the result of `steps`, with optional positions if it fails without these."""
+        try:
+            found, past = self.steps()
+        except Exception:
+            if not self.protocol.positions:
+                raise
+            found, past = None, ""
+        else:
+            if found is None or self.error(found) <= self.bound or not self.protocol.positions:
+                return found, past
+        self.with_positions = True
+        again, past_again = self.steps()
+        if found is None or again is None or self.error(again) <= self.bound:
+            return again, past or past_again
+        self.with_positions = False
+        return found, past
+
+    def steps(self, chunk: int = 1) -> tuple[Tensor | None, str]:
+        """Return logits (B, STEPS, V) after the known ids, and code for the number of cached ids.
+
+        None for the logits if no cache is returned, and "" for the code if it is not known.
+
+        Args:
+            chunk: the number of ids of each step.
+        """
+        protocol, model = self.protocol, self.model
+        if protocol.cache is None:  # the modules keep it
+            model = copy.deepcopy(model)
+            for name, method in inspect.getmembers(model, inspect.ismethod):
+                if RESET.fullmatch(plain(name)) and not inspect.signature(method).parameters:
+                    method()
+        cache, past, logits = None, "", []
+        starts = range(self.known, self.known + STEPS, chunk)
+        for start, end in [(0, self.known), *((start, start + chunk) for start in starts)]:
+            part = self.ids[:, start:end].contiguous()  # as of a prompt, for code that uses `view`
+            arguments = {name: value(model, part) for name, value in self.call.arguments}
+            if protocol.switch:
+                arguments[protocol.switch] = True
+            if protocol.start:
+                arguments[protocol.start] = start
+            if protocol.positions and (self.with_positions or protocol.positions in arguments):
+                arguments[protocol.positions] = torch.arange(start, end).expand_as(part)
+            if protocol.cache and start:
+                arguments[protocol.cache] = cache
+            output = model(part, **arguments)
+            logits.append(find_logits(output, part, self.call.last))
+            if protocol.cache:
+                if (returned := _cache_in(output)) is None:
+                    return None, ""
+                cache = returned if cache is None else _joined(cache, returned, start, end - start)
+                if not start and (length := _length_in(cache, protocol.cache, self.known)):
+                    past = f"0 if {protocol.cache} is None else {length}"
+        return torch.cat(logits[1:], dim=1), past
+
+    def first_use(self) -> Place | None:
+        """Return the first line of the model's `forward` that uses the cache."""
+        forward = type(self.model).forward
+        names = {self.protocol.cache, self.protocol.switch, self.protocol.start}
+        try:
+            lines, first = inspect.getsourcelines(forward)
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+        except (OSError, TypeError, SyntaxError):
+            return None
+        used = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in names]
+        return Place(inspect.getsourcefile(forward) or "", first + min(used, default=1) - 1)
+
+
 def wrong_cache(
     context: DiagnosisContext, call: object, ids: Tensor, reference: Reference | None, bound: float
 ) -> list[Finding]:
@@ -83,108 +174,60 @@ def wrong_cache(
             logits are not in parity with it.
         bound: the largest relative error of the logits at a position.
     """
-    model, known = context.model, ids.shape[1] - STEPS
-    protocol = _protocol(model)
-    if protocol is None or not isinstance(call, CallSignature) or known < STEPS:
+    protocol = _protocol(context.model)
+    if protocol is None or not isinstance(call, CallSignature) or ids.shape[1] < 2 * STEPS:
         return []
-    with plain_kernels(), eval_mode(model):
-        whole = call(model, ids)[:, known:]
+    with plain_kernels(), eval_mode(context.model):
+        decoding = Decoding(context.model, call, protocol, ids, bound)
         try:
-            found, past, passed = _decoded_somehow(model, call, protocol, ids, whole, bound)
+            found, past = decoding.run()
             if found is None:
                 return []  # the caller has to create the cache, and the signature does not show how
         except Exception as error:
-            return [_not_compared(model, protocol, describe_error(error))]
-        largest = _largest_error(found, whole)
+            why = describe_error(error)
+            text = f"decoding with the KV cache, {protocol.step}, was not compared: {why}"
+            place, values = decoding.first_use(), {"found": text}
+            return [finding(Deviation(None, [place], values, code="not_compared"))]
+        largest = decoding.error(found)
         if largest <= bound:
-            return _wrong_chunk(model, call, protocol, ids, whole, passed, bound)
-        step = ids[:1, : known + 1]
-        cause = _causal_mask(model, call, protocol, ids, whole, passed, bound)
+            return _wrong_chunk(decoding)
+        cause = _causal_mask(decoding)
         if cause is None and reference:
-            cause = next(_causes(model, call, reference, step, found[:1, 0]), None)
-    differs = f"its logits differ from those of the whole sequence by {largest:.2g} of their norm"
-    severity: Severity
-    place, evidence, severity = _first_use(model, protocol), "", "limit"
-    message = ""
+            cause = next(_causes(decoding, reference, found[:1, 0]), None)
+    values = {"found": "compat does not know why", "step": protocol.step, "past": past}
+    deviation = Deviation("logits", [decoding.first_use()], values, code="kv_cache")
     if cause is None:
-        what = "compat does not know why"
-        message = (
+        deviation.severity = "limit"
+        deviation.message = (
             "the logits of the decode step {step} with the KV cache differ from those of the whole "
             f"sequence by {largest:.2g} of their norm, for a reason that compat does not know"
         )
     else:
-        what, severity = cause.text, "breaks"
-        evidence = f"confirmed: {cause.evidence}, and {differs}"
-        place = cause.place or (position_line(context) if cause.is_position else None) or place
-    deviation = Deviation(
-        "logits",
-        place,
-        {"found": what, "step": protocol.step, "past": past},
-        code="kv_cache",
-        message=message,
-    )
-    return [finding(deviation, severity, evidence)]
+        values["found"] = cause.text
+        place = cause.place or (position_line(context) if cause.is_position else None)
+        deviation.lines = [place] if place else deviation.lines
+        deviation.evidence = (
+            f"confirmed: {cause.evidence}, and its logits differ from those of the whole sequence "
+            f"by {largest:.2g} of their norm"
+        )
+    return [finding(deviation)]
 
 
-def _decoded_somehow(
-    model: nn.Module,
-    call: CallSignature,
-    protocol: Protocol,
-    ids: Tensor,
-    whole: Tensor,
-    bound: float,
-) -> tuple[Tensor | None, str, bool]:
-    """Run the steps of `_decoded`, with optional positions if they fail without these.
-
-    The last value is whether the positions were passed.
-    """
-    known, failure = ids.shape[1] - STEPS, None
-    found: Tensor | None = torch.full_like(whole, math.nan)
-    past = ""
-    try:
-        found, past = _decoded(model, call, protocol, ids, known)
-    except Exception as error:
-        failure = error
-    if found is None or _largest_error(found, whole) <= bound:
-        return found, past, False
-    if protocol.positions:
-        again, past_again = _decoded(model, call, protocol, ids, known, positions=True)
-        if failure or again is None or _largest_error(again, whole) <= bound:
-            return again, past or past_again, True
-    if failure is not None:
-        raise failure
-    return found, past, False
-
-
-def _wrong_chunk(
-    model: nn.Module,
-    call: CallSignature,
-    protocol: Protocol,
-    ids: Tensor,
-    whole: Tensor,
-    positions: bool,
-    bound: float,
-) -> list[Finding]:
+def _wrong_chunk(decoding: Decoding) -> list[Finding]:
     """Return the finding for a cache with which steps of one id work, and steps of several do not.
 
     A step that raises an exception cannot be taken for a right one, so it is not reported.
     """
     try:
-        found, _ = _decoded(model, call, protocol, ids, ids.shape[1] - STEPS, positions, STEPS)
+        found, _ = decoding.steps(STEPS)
     except Exception:
         return []
-    if found is None or (largest := _largest_error(found, whole)) <= bound:
+    if found is None or (largest := decoding.error(found)) <= decoding.bound:
         return []
-    values = {"step": protocol.step, "found": f"{largest:.2g}", "number": STEPS}
-    deviation = Deviation(None, _first_use(model, protocol), values, code="kv_cache_chunk")
+    values = {"step": decoding.protocol.step, "found": f"{largest:.2g}", "number": STEPS}
     evidence = "observed: steps of one id agree with the whole sequence"
-    return [finding(deviation, "limit", evidence)]
-
-
-def _not_compared(model: nn.Module, protocol: Protocol, why: str) -> Finding:
-    found = f"decoding with the KV cache, {protocol.step}, was not compared: {why}"
-    place = _first_use(model, protocol)
-    return finding(Deviation(None, place, {"found": found}, code="not_compared"), "limit", "")
+    lines = [decoding.first_use()]
+    return [finding(Deviation(None, lines, values, evidence=evidence, code="kv_cache_chunk"))]
 
 
 def _protocol(model: nn.Module) -> Protocol | None:
@@ -198,60 +241,6 @@ def _protocol(model: nn.Module) -> Protocol | None:
     if cache is None and not ((switch or start) and any("cache" in name for name in kept)):
         return None
     return Protocol(cache, switch, start, positions)
-
-
-def _largest_error(found: Tensor, whole: Tensor) -> float:
-    """Return the largest relative error of the logits (B, T, V) at a position."""
-    return float(((found - whole).norm(dim=-1) / whole.norm(dim=-1)).max())
-
-
-def _decoded(
-    model: nn.Module,
-    call: CallSignature,
-    protocol: Protocol,
-    ids: Tensor,
-    known: int,
-    positions: bool = False,
-    chunk: int = 1,
-) -> tuple[Tensor | None, str]:
-    """Return logits (B, STEPS, V) after `known` ids, and code for the number of cached ids.
-
-    Args:
-        model, call, protocol, ids: as in `wrong_cache`.
-        known: the number of ids of the first call.
-        positions: pass the positions even if they are optional.
-        chunk: the number of ids of each step.
-
-    Returns:
-        None for the logits if no cache is returned, and "" for the code if it is not known.
-    """
-    if protocol.cache is None:  # the modules keep it
-        model = copy.deepcopy(model)
-        for name, method in inspect.getmembers(model, inspect.ismethod):
-            if RESET.fullmatch(plain(name)) and not inspect.signature(method).parameters:
-                method()
-    cache, past, logits = None, "", []
-    steps = [(start, start + chunk) for start in range(known, known + STEPS, chunk)]
-    for start, end in [(0, known), *steps]:
-        part = ids[:, start:end].contiguous()  # as ids of a prompt are, for code that uses `view`
-        arguments = {name: value(model, part) for name, value in call.arguments}
-        if protocol.switch:
-            arguments[protocol.switch] = True
-        if protocol.start:
-            arguments[protocol.start] = start
-        if protocol.positions and (positions or protocol.positions in arguments):
-            arguments[protocol.positions] = torch.arange(start, end).expand_as(part)
-        if protocol.cache and start:
-            arguments[protocol.cache] = cache
-        output = model(part, **arguments)
-        logits.append(find_logits(output, part, call.last))
-        if protocol.cache:
-            if (returned := _cache_in(output)) is None:
-                return None, ""
-            cache = returned if cache is None else _joined(cache, returned, start, end - start)
-            if not start and (length := _length_in(cache, protocol.cache, known)):
-                past = f"0 if {protocol.cache} is None else {length}"
-    return torch.cat(logits[1:], dim=1), past
 
 
 def _length_in(cache: Any, name: str, known: int) -> str:
@@ -312,19 +301,11 @@ class Cause:
     evidence: str = "the reference reproduces the step"
 
 
-def _causal_mask(
-    model: nn.Module,
-    call: CallSignature,
-    protocol: Protocol,
-    ids: Tensor,
-    whole: Tensor,
-    positions: bool,
-    bound: float,
-) -> Cause | None:
+def _causal_mask(decoding: Decoding) -> Cause | None:
     """Return the cause if the steps are right with causal masks aligned with the last key."""
     with AlignedCausalMask() as masks:
-        found, _ = _decoded(model, call, protocol, ids, ids.shape[1] - STEPS, positions)
-    if not masks.places or found is None or _largest_error(found, whole) > bound:
+        found, _ = decoding.steps()
+    if not masks.places or found is None or decoding.error(found) > decoding.bound:
         return None
     return Cause(
         "is_causal=True lets the only query of a step attend to the first cached key alone",
@@ -333,23 +314,16 @@ def _causal_mask(
     )
 
 
-def _causes(
-    model: nn.Module, call: CallSignature, reference: Reference, ids: Tensor, found: Tensor
-) -> Iterator[Cause]:
-    """Yield the known mistakes that could explain the first step's logits.
-
-    Args:
-        model, call, reference: as in `wrong_cache`.
-        ids: (1, N + 1), N cached ids and the step's.
-        found: (1, V), its logits.
-    """
-    N = ids.shape[1] - 1
+def _causes(decoding: Decoding, reference: Reference, found: Tensor) -> Iterator[Cause]:
+    """Yield the known mistakes that could explain the first step's logits, `found`, (1, V)."""
+    N = decoding.known
+    ids = decoding.ids[:1, : N + 1]  # N cached ids and the step's
 
     def explains(logits: Tensor) -> list[int]:  # (rows, V) → rows
         errors = (logits - found).norm(dim=-1) / found.norm(dim=-1)
         return torch.nonzero(errors < EXPLAINED).flatten().tolist()
 
-    if explains(call(model, ids[:, -1:])[:, -1]):
+    if explains(decoding.call(decoding.model, ids[:, -1:])[:, -1]):
         yield Cause("the step ignores the cached keys and values")
     tried = min(reference.checkpoint.config.n_positions, 2 * N + 2)
     positions = torch.arange(N + 1).repeat(tried, 1)  # a row for each position of the step's id
@@ -372,16 +346,3 @@ def _causes(
             hidden = "any of them" if row == N else f"the one at {row}"
             too = "" if position == N else f", and it gets position {position}"
             yield Cause(f"the id after {N} cached ids does not attend to {hidden}{too}")
-
-
-def _first_use(model: nn.Module, protocol: Protocol) -> Place | None:
-    """Return the first line of the model's `forward` that uses the cache."""
-    forward = type(model).forward
-    names = {protocol.cache, protocol.switch, protocol.start}
-    try:
-        lines, first = inspect.getsourcelines(forward)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    used = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in names]
-    return Place(inspect.getsourcefile(forward) or "", first + min(used, default=1) - 1)

@@ -34,15 +34,16 @@ class Changes:
             zero, and a norm without a weight is skipped.
         norm_fields: fields of `NormFormula`, by the norm's name and the field's.
         norm_formula: other formulas of norms, by name.
-        extra_norm: norms that GPT-2 does not have, by position: the tap of the residual stream
-            that they follow, such as "embed" or "h.0.out"; "wte" for the token embedding alone;
-            "h.0.attn" or "h.0.mlp" for the output of a branch; "h.0.fc" and "h.0.act" before and
-            after the activation; "h.0.ln_1.before" and "h.0.ln_1.after" beside a norm.
+        functions: functions that are applied one after the other, by position: the tap of the
+            residual stream that they follow, such as "embed" or "h.0.out"; "wte" for the token
+            embedding alone; "h.0.attn" or "h.0.mlp" for the output of a branch, and
+            "h.0.mlp.c_proj" for the MLP's without the input that `own_input` adds; "h.0.heads" for
+            the merged heads; "h.0.fc" and "h.0.act" before and after the activation;
+            "h.0.ln_1.before", "h.0.ln_1.after" and "h.0.ln_1" beside a norm.
         post_norm: names of norms that are applied after the residual sum.
         norm_on_output: names of norms that are applied to the output of the branch.
         residual_from_norm: names of norms after which the residual connection starts.
         activation: activation functions, by layer.
-        mlp_output: functions of the results of MLPs, by layer.
         attention: attention functions, by layer.
         rotation: matrices (T, D, D) by which q and k are multiplied, by layer.
         operands: functions of q, k and v that attention is applied to, by layer.
@@ -55,12 +56,7 @@ class Changes:
         mlp_residual_from_input: layers that add the MLP to the input of the block.
         input_again: layers whose input is added to their result a second time.
         own_input: taps `resid_mid` and `out` of branches that add their own input to their result.
-        doubled: taps `resid_mid` and `out` after which the residual stream is multiplied by two.
-        heads: functions of the merged heads, before their projection, by layer.
-        branch_factor: factors of the results of branches, numbers or (C,), by tap.
         shortcut_factor: factors of the shortcuts, by the tap of the sum.
-        stream: functions of the residual stream, or of the result of a norm or a branch, after a
-            tap.
         token_scale, position_scale: factors of the embeddings.
         position_offset: the position of the first token.
         added: a constant (T, C) that is added to the embedding.
@@ -71,12 +67,11 @@ class Changes:
     weights: dict[str, Tensor | None] = field(default_factory=dict)
     norm_fields: dict[tuple[str, str], Any] = field(default_factory=dict)
     norm_formula: dict[str, Function] = field(default_factory=dict)
-    extra_norm: dict[str, Function] = field(default_factory=dict)
+    functions: dict[str, list[Function]] = field(default_factory=dict)
     post_norm: set[str] = field(default_factory=set)
     norm_on_output: set[str] = field(default_factory=set)
     residual_from_norm: set[str] = field(default_factory=set)
     activation: dict[int, Function] = field(default_factory=dict)
-    mlp_output: dict[int, Function] = field(default_factory=dict)
     attention: dict[int, AttentionFormula | OwnAttention] = field(default_factory=dict)
     rotation: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     operands: dict[int, Callable[..., list[Tensor]]] = field(default_factory=dict)
@@ -89,11 +84,7 @@ class Changes:
     mlp_residual_from_input: set[int] = field(default_factory=set)
     input_again: set[int] = field(default_factory=set)
     own_input: set[str] = field(default_factory=set)
-    doubled: set[str] = field(default_factory=set)
-    heads: dict[int, Function] = field(default_factory=dict)
-    branch_factor: dict[str, float | Tensor] = field(default_factory=dict)
     shortcut_factor: dict[str, float] = field(default_factory=dict)
-    stream: dict[str, Function] = field(default_factory=dict)
     token_scale: float = 1.0
     position_scale: float = 1.0
     position_offset: int = 0
@@ -109,7 +100,10 @@ def combine(changes: Iterable[Changes]) -> Changes:
     for change in changes:
         for each in fields(Changes):
             value = getattr(change, each.name)
-            if isinstance(value, (dict, set)):
+            if each.name == "functions":
+                for position, functions in value.items():
+                    combined.functions.setdefault(position, []).extend(functions)
+            elif isinstance(value, (dict, set)):
                 getattr(combined, each.name).update(value)
             elif value is not each.default:
                 setattr(combined, each.name, value)
@@ -135,22 +129,22 @@ class ModifiedReference:
         """Return the value of every tap of `compat.tap`, in float64, for ids of shape (B, T)."""
         self.taps = {}
         x = self.taps["embed"] = self._embed(ids)
-        x = self._stream("embed", self._extra_norm("embed", x))
+        x = self._after("embed", x)
         n_layer = self.changes.n_layer
         for i in range(self.config.n_layer if n_layer is None else n_layer):
             start, x = x, self._block(i, x)
             self.taps[f"h.{i}.out"] = x
             x = x + start if i in self.changes.input_again else x
-            x = self._stream(f"h.{i}.out", self._extra_norm(f"h.{i}.out", x))
-        x = self.taps["ln_f"] = self._norm("ln_f", self._extra_norm("ln_f.before", x))
-        x = self._stream("ln_f", self._extra_norm("ln_f.after", x))
+            x = self._after(f"h.{i}.out", x)
+        x = self.taps["ln_f"] = self._norm("ln_f", self._after("ln_f.before", x))
+        x = self._after("ln_f", self._after("ln_f.after", x))
         head = self.weights.get("lm_head.weight", self.weights["wte.weight"])
         self.taps["logits"] = x @ head.T * self.changes.head_scale
         return self.taps
 
     def _embed(self, ids: Tensor) -> Tensor:
         T, changes = ids.shape[1], self.changes
-        x = self._extra_norm("wte", self.weights["wte.weight"][ids] * changes.token_scale)
+        x = self._after("wte", self.weights["wte.weight"][ids] * changes.token_scale)
         if "wpe.weight" in self.weights:
             rows = self.weights["wpe.weight"][changes.position_offset : changes.position_offset + T]
             x = x + rows * changes.position_scale
@@ -161,7 +155,7 @@ class ModifiedReference:
         changes, tap = self.changes, f"h.{i}.resid_mid"
         mid = self._sum(f"h.{i}.ln_1", f"h.{i}.attn", tap, x, x, partial(self._attention, i, raw=x))
         self.taps[tap] = mid
-        mid = self._stream(tap, self._extra_norm(tap, mid))
+        mid = self._after(tap, mid)
         if i in changes.no_mlp:
             return mid
         source = x if i in changes.parallel else mid
@@ -185,24 +179,20 @@ class ModifiedReference:
             y = self._norm(norm, function(x))
         else:
             if norm not in changes.post_norm:
-                x = self.taps[norm] = self._norm(norm, self._extra_norm(f"{norm}.before", x))
-                x = self._stream(norm, self._extra_norm(f"{norm}.after", x))
+                x = self.taps[norm] = self._norm(norm, self._after(f"{norm}.before", x))
+                x = self._after(norm, self._after(f"{norm}.after", x))
             y = x + function(x) if tap in changes.own_input else function(x)
-        y = self._extra_norm(branch, y) * changes.branch_factor.get(branch, 1)
-        y = self._stream(branch, y)
+        y = self._after(branch, y)
         if tap not in changes.no_residual:
             if norm in changes.residual_from_norm:
                 shortcut = self._norm(norm, shortcut)
             y = changes.shortcut_factor.get(tap, 1) * shortcut + y
         return self._norm(norm, y) if norm in changes.post_norm else y
 
-    def _stream(self, tap: str, x: Tensor) -> Tensor:
-        x = 2 * x if tap in self.changes.doubled else x
-        return self.changes.stream[tap](x) if tap in self.changes.stream else x
-
-    def _extra_norm(self, position: str, x: Tensor) -> Tensor:
-        norm = self.changes.extra_norm.get(position)
-        return x if norm is None else norm(x)
+    def _after(self, position: str, x: Tensor) -> Tensor:
+        for function in self.changes.functions.get(position, ()):
+            x = function(x)
+        return x
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         if f"{name}.weight" not in self.weights:
@@ -248,8 +238,7 @@ class ModifiedReference:
         context = taps[f"h.{i}.heads"] = heads.transpose(1, 2).reshape(B, T, C)
         if i in self.changes.unmerged_heads:
             context = heads.reshape(B, T, C)
-        if i in self.changes.heads:
-            context = self.changes.heads[i](context)
+        context = self._after(f"h.{i}.heads", context)
         if f"{name}.c_proj.weight" in self.weights:
             context = self._linear(f"{name}.c_proj", context)
         taps[name] = context
@@ -259,10 +248,10 @@ class ModifiedReference:
         name, taps = f"h.{i}.mlp", self.taps
         usual = ACTIVATIONS[canonical_activation(self.config)]
         fc = taps[f"h.{i}.fc"] = self._linear(f"{name}.c_fc", x)
-        act = self.changes.activation.get(i, usual)(self._extra_norm(f"h.{i}.fc", fc))
-        act = taps[f"h.{i}.act"] = self._extra_norm(f"h.{i}.act", act)
+        act = self.changes.activation.get(i, usual)(self._after(f"h.{i}.fc", fc))
+        act = taps[f"h.{i}.act"] = self._after(f"h.{i}.act", act)
         out = taps[name] = self._linear(f"{name}.c_proj", act)
-        return self.changes.mlp_output[i](out) if i in self.changes.mlp_output else out
+        return self._after(f"{name}.c_proj", out)
 
 
 def causal(T: int, scale: float) -> AttentionFormula:

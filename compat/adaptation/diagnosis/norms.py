@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.anatomy.norms import (
-    Norm,
-    NormFormula,
-    own_formula,
-)
+from compat.adaptation.anatomy.norms import Norm, NormFormula, own_formula
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
-from compat.adaptation.diagnosis.modified_reference import Changes
+from compat.adaptation.diagnosis.modified_reference import Changes, Function
 from compat.adaptation.diagnosis.registry import Deviation, deviation
 from compat.adaptation.mapping.linear_maps import function_between, token_view
 from compat.adaptation.tracing.graph import (
@@ -64,7 +60,7 @@ def norms_where(
         if number:
             live = [n for n in live if kind(n) != "add" or len(n.all_input_nodes) < 2] or live
         place = _line(context, live, kinds)
-        found = seen.setdefault(str(values), Deviation(name, place, values, Changes()))
+        found = seen.setdefault(str(values), Deviation(name, (), values, Changes()))
         found.lines = [*found.lines, place, *source.calls(context.graph, live, place)]
         assert found.changes is not None
         if formula is None:
@@ -74,7 +70,7 @@ def norms_where(
     yield from seen.values()
 
 
-def _own_formula(graph: Graph, name: str, norm: Norm) -> dict[str, Callable[[Tensor], Tensor]]:
+def _own_formula(graph: Graph, name: str, norm: Norm) -> dict[str, Function]:
     """Return a norm's name and its formula without parameters, (B, T, C) → (B, T, C)."""
     start, end = token_view(graph, norm.start), token_view(graph, norm.end)
     if start is None or end is None:
@@ -170,7 +166,7 @@ def bias_before_scale(context: DiagnosisContext) -> Iterator[Deviation]:
             scaled[f"{name}.bias"] = weights[f"{name}.weight"] * weights[f"{name}.bias"]
     if scaled:
         tap = next(iter(scaled)).removesuffix(".bias")
-        yield Deviation(tap, lines[0], {}, Changes(weights=scaled), lines=lines)
+        yield Deviation(tap, lines, {}, Changes(weights=scaled))
 
 
 def _scales_its_bias(graph: Graph, norm: Norm) -> bool:
@@ -266,14 +262,14 @@ def extra_ln(context: DiagnosisContext) -> Iterator[Deviation]:
             readers = {"ln_1": "q", "ln_2": "fc", "ln_f": "logits"}
             block, _, name = first.removesuffix(".after").rpartition(".")
             tap = f"{block}.{readers[name]}".removeprefix(".")
-        yield Deviation(tap, lines[0], {}, Changes(extra_norm=functions), lines=lines)
+        yield Deviation(tap, lines, {}, Changes(functions=functions))
 
 
-def _functions(graph: Graph, norms: Mapping[str, Norm]) -> dict[str, Callable[[Tensor], Tensor]]:
+def _functions(graph: Graph, norms: Mapping[str, Norm]) -> dict[str, list[Function]]:
     """Return functions that compute norms with their own parameters: (B, T, C) → (B, T, C)."""
     views = {at: (token_view(graph, n.start), token_view(graph, n.end)) for at, n in norms.items()}
     return {
-        at: function_between(graph, start, end) for at, (start, end) in views.items()
+        at: [function_between(graph, start, end)] for at, (start, end) in views.items()
         if start is not None and end is not None
     }  # fmt: skip
 
@@ -285,7 +281,7 @@ def missing_ln(context: DiagnosisContext) -> Iterator[Deviation]:
         _, layer, norm = missing[0].split(".")
         place = branch_line(context, int(layer), is_mlp=norm == "ln_2")
         values = {"tensors": listed(collapse_layers(missing))}
-        yield Deviation(missing[0], place, values, _without(missing))
+        yield Deviation(missing[0], [place], values, _without(missing))
 
 
 def branch_line(context: DiagnosisContext, i: int, is_mlp: bool) -> Place | None:
@@ -310,7 +306,7 @@ def no_final_ln(context: DiagnosisContext) -> Iterator[Deviation]:
         lines += [source.stack_built(context.model, last)]  # takes a final norm as an argument
         if not any(lines):  # the model returns hidden states
             lines = [*context.graph.places(last)[:1]]
-        yield Deviation("ln_f", None, {}, _without(["ln_f"]), lines=lines)
+        yield Deviation("ln_f", lines, {}, _without(["ln_f"]))
 
 
 def _without(norms: list[str]) -> Changes:
@@ -328,7 +324,7 @@ def post_ln(context: DiagnosisContext) -> Iterator[Deviation]:
     if names := context.places.post:
         lines = _calls(context, names)
         changes = Changes(post_norm=set(names))
-        yield Deviation(names[0].replace("ln_1", "q"), lines[0], {}, changes, lines=lines)
+        yield Deviation(names[0].replace("ln_1", "q"), lines, {}, changes)
 
 
 @deviation(
@@ -339,7 +335,7 @@ def norm_on_output(context: DiagnosisContext) -> Iterator[Deviation]:
     if names := context.places.on_output:
         lines = _calls(context, names)
         changes = Changes(norm_on_output=set(names))
-        yield Deviation("h.0.ln_1", lines[0], {}, changes, lines=lines)
+        yield Deviation("h.0.ln_1", lines, {}, changes)
 
 
 def _calls(context: DiagnosisContext, names: list[str]) -> list[Place | None]:
@@ -376,4 +372,4 @@ def swapped_ln(context: DiagnosisContext) -> Iterator[Deviation]:
     modules = [".".join(name.split(".")[-2:-1]) for name in names]
     by_word = re.search(r"mlp|ffn|ff|feed", modules[0]) and re.search(r"att", modules[1])
     if by_number or by_word:
-        yield Deviation(None, source.norm_call(graph, context.model, named["h.0.ln_1"]))
+        yield Deviation(None, [source.norm_call(graph, context.model, named["h.0.ln_1"])])

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -19,7 +18,7 @@ from compat.adaptation.diagnosis.attention import attention_in
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.embeddings_and_head import joined_positions, later_tables
 from compat.adaptation.diagnosis.modified_reference import Changes
-from compat.adaptation.diagnosis.registry import Detector, Deviation, detects, deviation
+from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
 from compat.adaptation.mapping.assignments import UnknownProjection
 from compat.adaptation.result import Severity
 from compat.adaptation.tracing.contractions import product_behind
@@ -47,10 +46,9 @@ def n_embd_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     name, fix = "the embedding width", f"Set the embedding width to {expected}."
     if len(named) == 1:
         name, fix = named[0], f"{named[0]}={expected}"
-    tables = context.graph.parameters_between([context.anatomy.token_embedding], [])
-    place = source.built(context.model, context.graph.names[tables[0]]) if tables else None
+    place = context.built_between([context.anatomy.token_embedding], [])
     values = {"name": name, "found": found, "expected": expected, "fix": fix}
-    yield Deviation("embed", place, values)
+    yield Deviation("embed", [place], values)
 
 
 @deviation(
@@ -61,7 +59,7 @@ def vocab_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     found, expected = context.anatomy.vocabulary, context.config.vocab_size
     logits, place = size(context.graph.output)[-1], context.owner_of("wte.weight")
     if found != expected:
-        yield Deviation("logits", place, {"found": found, "expected": expected})
+        yield Deviation("logits", [place], {"found": found, "expected": expected})
     elif logits != expected:
         head = context.graph.parameters_between([context.anatomy.head], [context.anatomy.xf])
         if head:
@@ -71,7 +69,7 @@ def vocab_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
             "the model returns {found} logits for each token, but the checkpoint's vocabulary has "
             "{expected} tokens"
         )
-        yield Deviation("logits", place, values, message=message)
+        yield Deviation("logits", [place], values, message=message)
 
 
 @deviation(
@@ -84,7 +82,7 @@ def context_too_short(context: DiagnosisContext) -> Iterator[Deviation]:
     found, expected = _positions(context), context.config.n_positions
     if found is not None and found < expected:
         values = {"found": found, "expected": expected}
-        yield Deviation(None, context.owner_of("wpe.weight"), values)
+        yield Deviation(None, [context.owner_of("wpe.weight")], values)
 
 
 def _positions(context: DiagnosisContext) -> int | None:
@@ -98,30 +96,29 @@ def _positions(context: DiagnosisContext) -> int | None:
 
 @deviation("the number of layers is {found}, but the checkpoint's is {expected}", "{fix}")
 def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
-    found, expected = len(context.anatomy.layers), context.config.n_layer
+    graph, model = context.graph, context.model
+    layers, head = context.anatomy.layers, context.anatomy.head
+    found, expected = len(layers), context.config.n_layer
     if found == expected:
         return
     if repeated := _first_repeated(context):
-        layers, model = context.anatomy.layers, context.model
-        place = source.calling(context.graph, model, layers[repeated].attn, context.anatomy.head)
+        place = source.calling(graph, model, layers[repeated].attn, head)
         message = "the {expected} blocks are run {found} times in all, but GPT-2 runs each once"
         again = {"found": found, "expected": expected, "fix": "for block in blocks: x = block(x)"}
-        yield Deviation(f"h.{repeated - 1}.out", place, again, message=message)
+        yield Deviation(f"h.{repeated - 1}.out", [place], again, message=message)
         return
-    layers = context.anatomy.layers
-    own = [tuple(context.graph.parameters_between(n.qkv_ends, [n.x1])) for n in layers]
+    own = [tuple(graph.parameters_between(n.qkv_ends, [n.x1])) for n in layers]
     if len({*own}) == expected and context.unmatched.shared:  # attention alone is called again
         return
-    assigned, names = context.mapping.by_tensor, context.graph.names
+    assigned, names = context.mapping.by_tensor, graph.names
     first = names[own[0][0]] if own and own[0] else ""
     blocks, *numbered = re.split(r"\.\d+\.", first)
     # The list of blocks; without one, the first module of the only block.
-    place = source.building(context.model, blocks if numbered else first.split(".")[0])
+    place = source.building(model, blocks if numbered else first.split(".")[0])
     values: dict[str, Any] = {"found": found, "expected": expected, "fix": f"n_layer={expected}"}
     message = ""
     if numbered and _count_of_blocks(context, blocks) == expected > found:
-        anatomy = context.anatomy
-        place = source.calling(context.graph, context.model, anatomy.layers[0].attn, anatomy.head)
+        place = source.calling(graph, model, layers[0].attn, head)
         values["fix"] = "x = block(x)"
         message = (
             "the logits depend on {found} of the {expected} layers only, because the results of "
@@ -132,12 +129,12 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
             message = "{found} of the {expected} blocks compute attention, but in GPT-2 all do"
     if place is None and "wte.weight" in assigned:
         table = names[assigned["wte.weight"][0][0]]
-        place = source.building(context.model, table.split(".")[0])
+        place = source.building(model, table.split(".")[0])
     if not found:
-        place = source.running(context.graph, [context.anatomy.head])
+        place = graph.place(head)
     changes = Changes(n_layer=found) if found < expected else None
     tap = f"h.{min(found, expected) - 1}.out" if found else "ln_f"
-    yield Deviation(tap, place, values, changes, message=message)
+    yield Deviation(tap, [place], values, changes, message=message)
 
 
 def _first_repeated(context: DiagnosisContext) -> int:
@@ -147,10 +144,8 @@ def _first_repeated(context: DiagnosisContext) -> int:
     """
     graph, outs = context.graph, [layer.out for layer in context.anatomy.layers]
     starts = [context.anatomy.embed, *outs]
-    own = [
-        frozenset(graph.parameters_between([out], [start]))
-        for start, out in zip(starts, outs, strict=False)
-    ]
+    spans = zip(starts, outs, strict=False)
+    own = [frozenset(graph.parameters_between([out], [start])) for start, out in spans]
     if not len({*own}) == context.config.n_layer < len(own):
         return 0
     return next(i for i, parameters in enumerate(own) if parameters in own[:i])
@@ -189,7 +184,7 @@ def inner_dim(context: DiagnosisContext) -> Iterator[Deviation]:
     values = {"found": found, "expected": config.d_inner, "n_embd": config.n_embd}
     model = context.model
     place = source.torch_layer(model, module) or source.building(model, module)
-    yield Deviation(weight.replace("mlp.c_fc.weight", "fc"), place, values, evidence=evidence)
+    yield Deviation(weight.replace("mlp.c_fc.weight", "fc"), [place], values, evidence=evidence)
 
 
 def _inner_width(context: DiagnosisContext) -> int | None:
@@ -224,7 +219,7 @@ def head_width(context: DiagnosisContext) -> Iterator[Deviation]:
             "channels among {n_head} heads, {expected} for each of q, k and v"
         )
     evidence = "found in the shapes of the parameters"
-    yield Deviation("h.0.q", place, values, evidence=evidence, message=message)
+    yield Deviation("h.0.q", [place], values, evidence=evidence, message=message)
 
 
 def _head_width(context: DiagnosisContext) -> int | None:
@@ -272,57 +267,54 @@ def other_shape(context: DiagnosisContext) -> Iterator[Deviation]:
                 name = context.graph.names.get(node) if node is not None else None
                 lines += [source.built(context.model, name)] if name else []
         values = {"tensors": tensors, "found": own, "expected": expected}
-        yield Deviation(None, None, values, lines=lines)
+        yield Deviation(None, lines, values)
 
 
-def _unknown(code: str) -> Detector:
-    """Return a detector of projections that cannot be loaded, for the reason that has this code."""
-
-    def detect(context: DiagnosisContext) -> Iterator[Deviation]:
-        kinds = {each.module.split(".", 2)[2]: each for each in reversed(context.mapping.unknown)}
-        for each in kinds.values():  # of the first layer that has them
-            if each.code == code:
-                hf = f"{each.module}.weight"
-                place = context.graph.place(each.node)
-                if code == "shared_parameters" and each.module.endswith("attn.c_attn"):
-                    place = _repeated_call(context, each) or context.owner_of(hf)
-                elif code == "shared_parameters":  # heads that are computed several times
-                    place = context.graph.place(each.reasons[0])
-                lines = [place]
-                if code == "per_head_projection":
-                    readers = (context.graph.first_reader([node]) for node in each.parameters)
-                    lines += [context.graph.place(reader) for reader in readers]
-                if code == "latent_attention":
-                    names = (context.graph.names[node] for node in each.parameters)
-                    lines += [source.built(context.model, name) for name in names]
-                values = {"n_embd": context.config.n_embd, **each.values}
-                yield Deviation(_first_tap(hf), place, values, lines=lines)
-
-    return detect
+@detects("shared_parameters")
+def _unknown(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect projections that cannot be loaded, with the code of the reason."""
+    graph = context.graph
+    kinds = {each.module.split(".", 2)[2]: each for each in reversed(context.mapping.unknown)}
+    for each in kinds.values():  # of the first layer that has them
+        hf = f"{each.module}.weight"
+        lines = [graph.place(each.node)]
+        if each.code == "shared_parameters" and each.module.endswith("attn.c_attn"):
+            lines = [_repeated_call(context, each) or context.owner_of(hf)]
+        elif each.code == "shared_parameters":  # heads that are computed several times
+            lines = [graph.place(each.reasons[0])]
+        elif each.code == "per_head_projection":
+            lines += [graph.place(graph.first_reader([node])) for node in each.parameters]
+        elif each.code == "latent_attention":
+            lines += [source.built(context.model, graph.names[node]) for node in each.parameters]
+        values = {"n_embd": context.config.n_embd, **each.values}
+        yield Deviation(_first_tap(hf), lines, values, code=each.code)
 
 
-detects("shared_parameters")(_unknown("shared_parameters"))
-deviation(
-    "compat does not know this part: {found}",
-    "Rewrite this part as GPT-2 computes it.",
-    code="unknown_part",
-)(_unknown("unknown_part"))
-deviation(
-    "q, k or v is projected twice{like}, but GPT-2 projects each of them once",
-    "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
-    code="latent_attention",
-)(_unknown("latent_attention"))
-deviation(
-    "each head projects only {found} of the {n_embd} channels of its input, but GPT-2's heads "
-    "project all of them",
-    "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})",
-    code="sliced_heads",
-)(_unknown("sliced_heads"))
-deviation(
-    "{found}, but GPT-2 projects all heads together, to all channels",
-    "self.c_proj = nn.Linear({n_embd}, {n_embd})",
-    code="per_head_projection",
-)(_unknown("per_head_projection"))
+QKV = "self.c_attn = nn.Linear({n_embd}, 3 * {n_embd})"
+for _code, _message, _fix in (
+    (
+        "unknown_part",
+        "compat does not know this part: {found}",
+        "Rewrite this part as GPT-2 computes it.",
+    ),
+    (
+        "latent_attention",
+        "q, k or v is projected twice{like}, but GPT-2 projects each of them once",
+        QKV,
+    ),
+    (
+        "sliced_heads",
+        "each head projects only {found} of the {n_embd} channels of its input, but GPT-2's heads "
+        "project all of them",
+        QKV,
+    ),
+    (
+        "per_head_projection",
+        "{found}, but GPT-2 projects all heads together, to all channels",
+        "self.c_proj = nn.Linear({n_embd}, {n_embd})",
+    ),
+):
+    deviation(_message, _fix, code=_code)(_unknown)
 
 
 @deviation(
@@ -338,7 +330,7 @@ def rounded_weights(context: DiagnosisContext) -> Iterator[Deviation]:
         found = "weights" if rounded[0].reasons[0] not in graph.live else "inputs"
         lines = [graph.place(node) for each in rounded for node in each.reasons]
         values = {"modules": modules, "found": found}
-        yield Deviation(_first_tap(f"{rounded[0].module}.weight"), None, values, lines=lines)
+        yield Deviation(_first_tap(f"{rounded[0].module}.weight"), lines, values)
 
 
 def _repeated_call(context: DiagnosisContext, unknown: UnknownProjection) -> Place | None:
@@ -351,15 +343,15 @@ def _repeated_call(context: DiagnosisContext, unknown: UnknownProjection) -> Pla
 # Missing parameters
 
 
-def _missing(code: str) -> Detector:
-    """Return a detector of one of the codes in `MISSING`."""
-
-    def detect(context: DiagnosisContext) -> Iterator[Deviation]:
-        tensors = [hf for hf in context.unmatched.names if _code_of(context, hf) == code]
-        if code == "no_qkv_bias":
-            tensors += _partly_missing_biases(context)
-        if not tensors:
-            return
+def _missing(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect tensors that the model has no parameter for, with the codes in `MISSING`."""
+    by_code: dict[str | None, list[str]] = {}
+    for hf in context.unmatched.names:
+        by_code.setdefault(_code_of(context, hf), []).append(hf)
+    by_code.setdefault("no_qkv_bias", []).extend(_partly_missing_biases(context))
+    for code in MISSING:
+        if not (tensors := by_code.get(code)):
+            continue
         module = tensors[0].rpartition(".")[0]
         norm = context.places.named.get(module)
         place = None if code == "no_ln_weight" else context.owner_of(f"{module}.weight")
@@ -369,14 +361,22 @@ def _missing(code: str) -> Detector:
             place = _built_qkv(context)
         if place is None:
             end = context.anatomy.layers[0].attn if norm is None else norm.end
-            place = source.running(context.graph, [end])
+            place = context.graph.place(end)
         changes = Changes(weights={hf: _substitute(context, hf) for hf in tensors})
         values = {"tensors": listed(collapse_layers(tensors)), "n_embd": context.config.n_embd}
         modules = dict.fromkeys(hf.rpartition(".")[0] for hf in tensors)
         lines = [place, *(line for m in modules for line in context.owners_of(f"{m}.weight"))]
-        yield Deviation(_first_tap(tensors[0]), place, values, changes, lines=lines)
-
-    return detect
+        message = ""
+        if code == "no_out_proj" and place:
+            names = {path.rpartition(".")[2] for path, _ in context.model.named_modules()}
+            if unused := source.unused_result(place, names):
+                lines = [unused, place]
+                message = (
+                    "the result of this module is not used, so attention has no output "
+                    "projection, but the checkpoint has {tensors}"
+                )
+        tap = _first_tap(tensors[0])
+        yield Deviation(tap, lines, values, changes, message=message, code=code)
 
 
 def _built_qkv(context: DiagnosisContext) -> Place | None:
@@ -385,8 +385,7 @@ def _built_qkv(context: DiagnosisContext) -> Place | None:
     It is known also where these are not mapped, as where several heads share a key.
     """
     layer = context.anatomy.layers[0]
-    weights = context.graph.parameters_between(layer.qkv_ends, [layer.x1])
-    return source.built(context.model, context.graph.names[weights[0]]) if weights else None
+    return context.built_between(layer.qkv_ends, [layer.x1])
 
 
 def _partly_missing_biases(context: DiagnosisContext) -> list[str]:
@@ -397,19 +396,6 @@ def _partly_missing_biases(context: DiagnosisContext) -> list[str]:
         hf for hf, attention in attentions.items()
         if {*partly.get(hf, "")} - {*attention.unprojected} and not attention.shared_kv
     ]  # fmt: skip
-
-
-def _no_out_proj(context: DiagnosisContext) -> Iterator[Deviation]:
-    """Yield an output projection that is missing, or whose result is not used."""
-    for found in _missing("no_out_proj")(context):
-        modules = {path.rpartition(".")[2] for path, _ in context.model.named_modules()}
-        if found.place and (unused := source.unused_result(found.place, modules)):
-            message = (
-                "the result of this module is not used, so attention has no output "
-                "projection, but the checkpoint has {tensors}"
-            )
-            found = replace(found, place=unused, lines=[unused, found.place], message=message)
-        yield found
 
 
 def _code_of(context: DiagnosisContext, hf: str) -> str | None:
@@ -516,9 +502,7 @@ MISSING = {
     "no_ln_weight": ("the norm has no weight", NORM),
 }
 for _code, (_lacks, _fix) in MISSING.items():
-    _message = f"{_lacks}, but the checkpoint has {{tensors}}"
-    _detector = _no_out_proj if _code == "no_out_proj" else _missing(_code)
-    deviation(_message, _fix, code=_code)(_detector)
+    deviation(f"{_lacks}, but the checkpoint has {{tensors}}", _fix, code=_code)(_missing)
 
 
 @detects("no_mlp_bias")
@@ -538,9 +522,7 @@ def experts_without_bias(context: DiagnosisContext) -> Iterator[Deviation]:
     ]  # fmt: skip
     lines = [source.built(context.model, name) for name in names[:1]]
     missing = [f"h.{i}.mlp.{part}.bias" for i in layers for part in ("c_fc", "c_proj")]
-    yield Deviation(
-        f"h.{layers[0]}.fc", None, {"tensors": listed(collapse_layers(missing))}, lines=lines
-    )
+    yield Deviation(f"h.{layers[0]}.fc", lines, {"tensors": listed(collapse_layers(missing))})
 
 
 # Shared and unused parameters
@@ -575,12 +557,15 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
             place = graph.place(graph.first_reader([parameter])) or place
     blocks = {name.split(".")[1]: None for name in shared if name.startswith("h.")}
     first_block = f"h.{other.split('.')[1]}"
-    parts_of_block = [name.removeprefix(first_block) for name in _assigned(context, first_block)]
-    whole = [i for i in blocks if all(f"h.{i}{part}" in shared for part in parts_of_block)]
+    parts = [name for name in context.mapping.by_tensor if name.startswith(f"{first_block}.")]
+    suffixes = [name.removeprefix(first_block) for name in parts]
+    whole = [i for i in blocks if all(f"h.{i}{suffix}" in shared for suffix in suffixes)]
     lines = [place]
     if whole and list(blocks) == whole:
         values = {"tensors": f"the blocks {listed([first_block, *(f'h.{i}' for i in whole)])}"}
-        lines.append(source.building(context.model, _own_path(context, first_block)))
+        nodes = (n for name in parts for n in context.mapping.by_tensor[name][0])
+        own_path = _common_module([context.graph.names[node] for node in nodes])
+        lines.append(source.building(context.model, own_path))
     elif within := _within_blocks(shared):
         values = {"tensors": within}
     else:
@@ -591,7 +576,7 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
         context.weights[n].shape == context.weights[held].shape for n, held in shared.items()
     )
     changes = Changes(weights=weights) if same else None
-    yield Deviation(_first_tap(hf), place, values, changes, lines=lines)
+    yield Deviation(_first_tap(hf), lines, values, changes)
 
 
 def _within_blocks(shared: Mapping[str, str]) -> str:
@@ -605,39 +590,11 @@ def _within_blocks(shared: Mapping[str, str]) -> str:
     return f"in {layers.removesuffix('.part')}, {listed(list(parts))}"
 
 
-def _assigned(context: DiagnosisContext, block: str) -> list[str]:
-    """Return the checkpoint's tensors of a block that the model has a parameter for."""
-    return [name for name in context.mapping.by_tensor if name.startswith(f"{block}.")]
-
-
-def _own_path(context: DiagnosisContext, block: str) -> str:
-    """Return the path of the model's module that holds a block."""
-    assigned = context.mapping.by_tensor
-    nodes = (node for name in _assigned(context, block) for node in assigned[name][0])
-    return _common_module([context.graph.names[node] for node in nodes])
-
-
 def _common_module(names: Sequence[str]) -> str:
     """Return the path of the innermost module that holds all of these parameters."""
     split = [name.split(".") for name in names]
     shared = itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*split, strict=False))
     return ".".join(parts[0] for parts in shared)
-
-
-@deviation(
-    "{found} have no counterpart in GPT-2 and keep their initial values", "Remove these parameters."
-)
-def random_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
-    yield from _without_source(context, used=True)
-
-
-@deviation(
-    "{found} do not contribute to the logits and keep their initial values",
-    "Remove these parameters.",
-    severity="info",
-)
-def unused_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
-    yield from _without_source(context, used=False)
 
 
 def _is_mask(parameter: Tensor) -> bool:
@@ -674,8 +631,50 @@ def _is_identity(context: DiagnosisContext) -> bool:
     return y.numel() == x.numel() and torch.allclose(y.flatten(), x.flatten(), rtol=1e-9, atol=1e-9)
 
 
-def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviation]:
-    """Yield parameters that no tensor fills, without those of parts that have other findings."""
+def _parts_with_findings(context: DiagnosisContext) -> Iterator[tuple[list[Node], list[Node]]]:
+    """Yield results and inputs of parts whose parameters have a finding by another code."""
+    graph, anatomy = context.graph, context.anatomy
+    for i, layer in context.layers:
+        if context.mapping.attentions[i].kv_heads:  # grouped_query_attention
+            yield layer.qkv_ends, [layer.x1]
+        if layer.cross_sum is not None:
+            yield [layer.cross_sum.node], [layer.mid]
+        ln_1 = context.places.named.get(f"h.{i}.ln_1")
+        if ln_1 is not None and ln_1.end in graph.ancestors[layer.x1]:  # changed_stream
+            yield [layer.x1], [ln_1.end]
+        attention = attention_in(context, i)
+        biased = attention.measured is not None and attention.measured.bias is not None
+        if biased or attention.adds_relative_scores or attention.op.others:
+            for op in layer.attention_ops:
+                yield [op.product], [op.q.node, op.k.node, op.v.node, layer.x1]
+        if context.mapping.attentions[i].changed_heads:
+            projected = [end for _, each in context.layers[: i + 1] for end in each.qkv_ends]
+            yield [layer.heads], [layer.x1, *projected]
+        if layer.unknown:  # unknown_mlp
+            yield [layer.mlp], [layer.x2]
+        if layer.gate and layer.gate not in graph.ancestors[layer.act]:  # nothing projects it
+            yield [layer.mlp_sum.branch], [layer.x2]
+        elif layer.gate:  # without further projections, with a bias that is added to the gate
+            yield [layer.gate if layer.extra else layer.act], [layer.x2]
+    if anatomy.own_input is not None:  # extra_projection, extra_ln, or unexplained
+        yield [anatomy.embed], [anatomy.looked_up]
+    if anatomy.leading:  # extra_projection, or an MLP before attention
+        yield [anatomy.layers[0].x1], [anatomy.embed]
+
+
+@deviation(
+    "{found} do not contribute to the logits and keep their initial values",
+    "Remove these parameters.",
+    severity="info",
+    code="unused_parameters",
+)
+@deviation(
+    "{found} have no counterpart in GPT-2 and keep their initial values",
+    "Remove these parameters.",
+    code="random_parameters",
+)
+def without_source(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect parameters that no tensor fills, without those of parts that have other findings."""
     graph, model = context.graph, context.model
     known = {node for nodes, _ in context.mapping.by_tensor.values() for node in nodes}
     known = known.union(context.mapping.zeroed, *context.unmatched.nodes.values())
@@ -683,37 +682,11 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
     for factors, _ in context.learned_factors.values():
         known |= {a for node in factors for a in node.all_input_nodes if a in graph.names}
-    for i, layer in context.layers:
-        if context.mapping.attentions[i].kv_heads:  # grouped_query_attention
-            known |= {*graph.parameters_between(layer.qkv_ends, [layer.x1])}
-        if layer.cross_sum is not None:
-            known |= {*graph.parameters_between([layer.cross_sum.node], [layer.mid])}
-        ln_1 = context.places.named.get(f"h.{i}.ln_1")
-        if ln_1 is not None and ln_1.end in graph.ancestors[layer.x1]:  # changed_stream
-            known |= {*graph.parameters_between([layer.x1], [ln_1.end])}
-        attention, formula = attention_in(context, i), context.attention_formulas[i]
-        biased = formula is not None and formula.bias is not None
-        if biased or attention.adds_relative_scores or attention.op.others:  # its own finding
-            for op in layer.attention_ops:
-                starts = [op.q.node, op.k.node, op.v.node, layer.x1]
-                known |= {*graph.parameters_between([op.product], starts)}
-        if context.mapping.attentions[i].changed_heads:
-            projected = [end for _, each in context.layers[: i + 1] for end in each.qkv_ends]
-            known |= {*graph.parameters_between([layer.heads], [layer.x1, *projected])}
-        # gated_mlp; without further projections, with a bias that is added to the gate
-        own_finding = [layer.gate if layer.extra else layer.act] if layer.gate else []
-        if layer.gate and layer.gate not in graph.ancestors[layer.act]:  # nothing projects it
-            own_finding = [layer.mlp_sum.branch]
-        own_finding += [layer.mlp] if layer.unknown else []  # unknown_mlp
-        known |= set(graph.parameters_between(own_finding, [layer.x2]))
+    for ends, starts in _parts_with_findings(context):
+        known |= {*graph.parameters_between(ends, starts)}
     known |= later_tables(context)  # unexplained
-    if context.anatomy.own_input is not None:  # extra_projection, extra_ln, or unexplained
-        known |= {*graph.parameters_between([context.anatomy.embed], [context.anatomy.looked_up])}
     neutral: set[str] = set()  # by the names of parameters without effect
-    if context.anatomy.leading:  # extra_projection, or an MLP before attention
-        x1 = context.anatomy.layers[0].x1
-        known |= {*graph.parameters_between([x1], [context.anatomy.embed])}
-    elif "h.0.ln_1" in context.places.named:
+    if not context.anatomy.leading and "h.0.ln_1" in context.places.named:
         norm = context.places.named["h.0.ln_1"]
         before = {*graph.parameters_between([norm.start], [context.anatomy.embed])}
         if _is_identity(context):
@@ -725,28 +698,26 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
     inputs = graph.parameters_between([graph.output], [])
     in_use = {name for node in inputs for name in graph.parameter_names(node)}
     once = {id(p): name for name, p in reversed(by_name.items())}
+    rest = [n for n, p in by_name.items() if once[id(p)] == n and id(p) not in filled]
+    used = [name for name in rest if name in in_use]
+    masks = [name for name in used if _is_mask(by_name[name])]  # which need no weights
+    without_effect = [name for name in used if name in neutral and name not in masks]
+    others = [name for name in used if name not in {*masks, *without_effect}]
     unknown_mlps = _unknown_mlps(context)
-    rest = [name for name, p in by_name.items() if once[id(p)] == name
-            and id(p) not in filled and (name in in_use) is used
-            and (used or not name.startswith(unknown_mlps))]  # fmt: skip
-    masks = [name for name in rest if used and _is_mask(by_name[name])]  # which need no weights
-    without_effect = [name for name in rest if used and name in neutral and name not in masks]
-    others = [name for name in rest if name not in {*masks, *without_effect}]
+    unused = [name for name in rest if name not in in_use and not name.startswith(unknown_mlps)]
     groups: tuple[tuple[list[str], Severity | None], ...]
-    groups = (others, None), (masks, "info"), (without_effect, "info")
+    groups = (others, None), (masks, "info"), (without_effect, "info"), (unused, None)
     for found, severity in groups:
         if not found:
             continue
         own = {node for node in inputs if not set(found).isdisjoint(graph.parameter_names(node))}
-        uses = [
-            node for node in graph.live
-            if any(own & graph.parameters_of.get(a, frozenset()) for a in node.all_input_nodes
-                   if a not in graph.live)
-        ]  # fmt: skip
-        first = min(uses, key=graph.order.__getitem__, default=None)
+        first = graph.first_reader(own) if own else None
         tap = None if first is None else context.tap_after(first)
         lines = [source.built(model, found[0]), None if first is None else graph.place(first)]
-        one = "has no counterpart in GPT-2" if used else "does not contribute to the logits"
+        code = "unused_parameters" if found is unused else "random_parameters"
+        one = "has no counterpart in GPT-2"
+        if found is unused:
+            one = "does not contribute to the logits"
         message = "" if len(found) > 1 else f"{{found}} {one} and keeps its initial value"
         if found is without_effect:
             message = "{found} has no counterpart in GPT-2, but its initial value has"
@@ -754,4 +725,4 @@ def _without_source(context: DiagnosisContext, *, used: bool) -> Iterator[Deviat
                 message = "{found} have no counterpart in GPT-2, but their initial values have"
             message += " no effect on the logits"
         values = {"found": listed(found, 4)}
-        yield Deviation(tap, None, values, severity=severity, lines=lines, message=message)
+        yield Deviation(tap, lines, values, severity=severity, message=message, code=code)

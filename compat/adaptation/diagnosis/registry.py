@@ -27,25 +27,23 @@ class Deviation:
 
     Args:
         tap: the first tap that it changes, or None if it changes none.
-        place: the line of the user's source.
+        lines: the lines of the user's source, the main one first; None where a line is unknown.
         values: the values of the placeholders in the message and the fix.
         changes: make the same change to a reference; None if this is not possible.
         evidence: replaces the evidence of the counterfactual run.
         severity: replaces the severity of the entry.
-        code: the entry's code; set by the registry.
-        lines: the lines of all nodes or layers with the deviation, None where a line is unknown.
+        code: the entry's code; set by the registry, or by a detector of several codes.
         layers: the layers with the deviation, which are named if there are others without it.
         message: replaces the message of the entry.
     """
 
     tap: str | None
-    place: Place | None
+    lines: Sequence[Place | None] = ()
     values: dict[str, Any] = field(default_factory=dict)
     changes: Changes | None = None
     evidence: str = ""
     severity: Severity | None = None
     code: str = ""
-    lines: Sequence[Place | None] = ()
     layers: Sequence[int] = ()
     message: str = ""
 
@@ -97,7 +95,7 @@ def deviation(
 
 
 def detects(code: str) -> Callable[[Detector], Detector]:
-    """Add another detector to an entry."""
+    """Add another detector to an entry. One of several codes sets that of each deviation."""
 
     def register(detector: Detector) -> Detector:
         DETECTORS.append((code, detector))
@@ -110,13 +108,16 @@ def find_deviations(context: DiagnosisContext) -> list[Deviation]:
     """Run every detector. One that fails is reported and does not stop the others."""
     found: list[Deviation] = []
     failed: dict[str, list[str]] = {}  # the codes that could not be checked, by error
+    results: dict[Detector, list[Deviation]] = {}  # some detect several codes, and run once
     for code, detector in DETECTORS:
         try:
-            deviations = list(detector(context))
+            if detector not in results:
+                results[detector] = list(detector(context))
         except Exception as error:
             first_line = str(error).partition("\n")[0]
             failed.setdefault(f"{type(error).__name__}: {first_line}", []).append(code)
             continue
+        deviations = [each for each in results[detector] if each.code in ("", code)]
         for each in deviations:
             each.code = code
             if len(each.layers) == len(context.layers):
@@ -124,5 +125,5 @@ def find_deviations(context: DiagnosisContext) -> list[Deviation]:
         found += deviations
     for text, codes in failed.items():
         values = {"codes": listed(list(dict.fromkeys(codes))), "found": text}
-        found.append(Deviation(None, None, values, code="unexamined"))
+        found.append(Deviation(None, (), values, code="unexamined"))
     return found

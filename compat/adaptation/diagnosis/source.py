@@ -39,9 +39,8 @@ def calling(graph: Graph, model: nn.Module, node: Node, other: Node) -> Place | 
         if frame != beside:  # in different functions, the line before called both
             return frame if frame.function == beside.function else before
         before = frame
-    paths = _module_paths(node)
-    if frames == others and len(frames) > 1 and paths != _module_paths(other):
-        if _is_users(model.get_submodule(paths[0] if paths else "")):
+    if frames == others and len(frames) > 1 and _module_paths(node) != _module_paths(other):
+        if _is_users(_innermost(model, node)[1]):
             return frames[-2]  # two modules of one class
     return before or (frames[-1] if frames else None)
 
@@ -92,8 +91,8 @@ def calls(graph: Graph, nodes: Iterable[Node], place: Place | None) -> list[Plac
 
 def module_call(graph: Graph, model: nn.Module, node: Node) -> Place | None:
     """Return the line that calls the user's innermost module that computes a node."""
-    frames, paths = graph.places(node), _module_paths(node)
-    if not paths or not _is_users(model.get_submodule(paths[0])) or len(frames) < 2:
+    frames, (path, module) = graph.places(node), _innermost(model, node)
+    if not path or not _is_users(module) or len(frames) < 2:
         return graph.place(node)
     # Its forward may call other methods of it, such as the `norm` of an RMSNorm.
     inner = [i for i, frame in enumerate(frames) if frame.in_forward and i > 0]
@@ -109,8 +108,7 @@ def submodule_call(graph: Graph, model: nn.Module, node: Node, outer: Node) -> P
 
 def projecting(graph: Graph, model: nn.Module, node: Node) -> Place | None:
     """Return the line that calls a user's own linear layer, rather than the one inside it."""
-    paths = _module_paths(node)
-    module = model.get_submodule(paths[0]) if paths else model
+    _, module = _innermost(model, node)
     own = [p for p in module._parameters.values() if p is not None]
     if _is_users(module) and len(list(module.parameters())) == len(own):
         if sum(p.ndim > 1 for p in own) == 1:
@@ -121,8 +119,7 @@ def projecting(graph: Graph, model: nn.Module, node: Node) -> Place | None:
 def embedding_call(graph: Graph, model: nn.Module, node: Node) -> Place | None:
     """Return the line that calls a user's own embedding, rather than the look-up inside it."""
     frames = graph.places(node)
-    for path in _module_paths(node):
-        module = model.get_submodule(path)
+    for _, module in _modules(model, node):
         if len(list(module.parameters())) != 1:
             break
         if _is_users(module) and len(frames) > 1:
@@ -136,8 +133,7 @@ def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
     weights = [p for p in (norm.scale, norm.shift) if p is not None]
     own = {value.data_ptr() for p in weights for value in graph.parameter_values(p)}
     called = False
-    for path in _module_paths(norm.end):
-        module = model.get_submodule(path)
+    for path, module in _modules(model, norm.end):
         if not _is_users(module):
             continue
         if path in inputs or not {p.data_ptr() for p in module.parameters()} <= own:
@@ -153,6 +149,16 @@ def norm_call(graph: Graph, model: nn.Module, norm: Norm) -> Place | None:
 def _module_paths(node: Node) -> list[str]:
     """Return the paths of the modules that compute a node, innermost first, without the model."""
     return list(reversed(node.meta.get("modules", ())))
+
+
+def _modules(model: nn.Module, node: Node) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the same paths with their modules."""
+    yield from ((path, model.get_submodule(path)) for path in _module_paths(node))
+
+
+def _innermost(model: nn.Module, node: Node) -> tuple[str, nn.Module]:
+    """Return the first of them, or else "" and the model."""
+    return next(_modules(model, node), ("", model))
 
 
 def _is_users(module: nn.Module) -> bool:
@@ -201,8 +207,7 @@ def torch_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
 
 def function_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
     """Return the line that builds a user's module without parameters that computes a node."""
-    for path in (path for node in nodes for path in _module_paths(node)[:1]):
-        module = model.get_submodule(path)
+    for path, module in (_innermost(model, node) for node in nodes):
         if path and _is_users(module) and not list(module.parameters()):
             return building(model, path)
     return None
@@ -211,7 +216,7 @@ def function_built(model: nn.Module, nodes: Iterable[Node]) -> Place | None:
 def stack_built(model: nn.Module, node: Node) -> Place | None:
     """Return the line that builds the nn.TransformerEncoder, if one computes a node."""
     stacks = (nn.TransformerEncoder, nn.TransformerDecoder)
-    modules = ((path, model.get_submodule(path)) for path in _module_paths(node))
+    modules = _modules(model, node)
     return next((building(model, path) for path, m in modules if isinstance(m, stacks)), None)
 
 
@@ -249,8 +254,7 @@ def owners(graph: Graph, model: nn.Module, place: Place) -> list[Place]:
     found: dict[Place | None, None] = {}
     for node in graph.nodes:
         if graph.place(node) == place:
-            users = (p for p in _module_paths(node) if _is_users(model.get_submodule(p)))
-            path = next(users, None)
+            path = next((p for p, module in _modules(model, node) if _is_users(module)), None)
             found[None if path is None else building(model, path)] = None
     lines = [line for line in found if line is not None]
     return lines if len(lines) <= MOST_OWNERS else []
@@ -269,17 +273,16 @@ def keywords(model: nn.Module, name: str, value: object) -> list[Place]:
 def defaults(graph: Graph, model: nn.Module, place: Place, value: object) -> list[Place]:
     """Return the lines of arguments with this default, in the user's modules around a line."""
     found: dict[Place, None] = {}
-    for node in graph.nodes:
-        users = (model.get_submodule(p) for p in _module_paths(node) if graph.place(node) == place)
-        cls: type | None = next((type(module) for module in users if _is_users(module)), None)
+    for node in (node for node in graph.nodes if graph.place(node) == place):
+        users = (type(module) for _, module in _modules(model, node) if _is_users(module))
+        cls: type | None = next(users, None)
         if cls is None or (parsed := _parsed(cls)) is None:
             continue
-        file, first, tree = parsed
-        for inner in ast.walk(tree):
-            inner_defaults = inner.args.defaults if isinstance(inner, ast.FunctionDef) else []
-            for default in inner_defaults:
-                if isinstance(default, ast.Constant) and default.value == value:
-                    found[Place(file, first + default.lineno - 1)] = None
+        file, tree = parsed
+        functions = (inner for inner in ast.walk(tree) if isinstance(inner, ast.FunctionDef))
+        for default in (default for function in functions for default in function.args.defaults):
+            if isinstance(default, ast.Constant) and default.value == value:
+                found[Place(file, default.lineno)] = None
     return list(found)
 
 
@@ -292,17 +295,17 @@ def computed_sizes(model: nn.Module, place: Place) -> list[Place]:
         parsed = _parsed(cls) if is_users_class(cls) else None
         if parsed is None or parsed[0] != place.file:
             continue
-        file, first, tree = parsed
-        nodes, line = list(ast.walk(tree)), place.line - first + 1
+        file, tree = parsed
+        nodes = list(ast.walk(tree))
         passed = {
             ast.unparse(argument)
             for call in nodes
-            if isinstance(call, ast.Call) and call.lineno <= line <= (call.end_lineno or 0)
+            if isinstance(call, ast.Call) and call.lineno <= place.line <= (call.end_lineno or 0)
             for argument in (*call.args, *(keyword.value for keyword in call.keywords))
         }
         if passed:
             return [
-                Place(file, first + node.lineno - 1)
+                Place(file, node.lineno)
                 for node in nodes
                 if isinstance(node, ast.Assign) and isinstance(node.value, (ast.BinOp, ast.Call))
                 and {*map(ast.unparse, node.targets)} & passed
@@ -313,8 +316,7 @@ def computed_sizes(model: nn.Module, place: Place) -> list[Place]:
 def _torch_module(model: nn.Module, node: Node) -> Place | None:
     names: list[str] = []
     innermost = ""
-    for path in _module_paths(node):
-        module = model.get_submodule(path)
+    for path, module in _modules(model, node):
         if _is_users(module):
             break
         if not isinstance(module, (nn.Sequential, nn.ModuleList)):
@@ -337,10 +339,10 @@ def _assignment(cls: type, name: str, rest: list[str]) -> Place | None:
             break
         if (parsed := _parsed(base)) is None:
             continue
-        file, first, tree = parsed
+        file, tree = parsed
         for node in ast.walk(tree):
             if (value := _assigned(node, name)) is not None:
-                return Place(file, first + _item(value, rest).lineno - 1)
+                return Place(file, _item(value, rest).lineno)
     return None
 
 
@@ -348,11 +350,11 @@ def _passed_to_base(cls: type, path: list[str]) -> Place | None:
     """Return the line of an item that a class passes to nn.Sequential's constructor."""
     if cls.__module__.startswith("torch.") or (parsed := _parsed(cls)) is None:
         return None
-    file, first, tree = parsed
+    file, tree = parsed
     for node in ast.walk(tree):
         match node:
             case ast.Call(ast.Attribute(ast.Call(ast.Name("super")), "__init__"), [_, *_]):
-                return Place(file, first + _item(node, path).lineno - 1)
+                return Place(file, _item(node, path).lineno)
     return None
 
 
@@ -406,8 +408,8 @@ def _keyed(value: ast.AST, key: str) -> Iterator[ast.expr]:
 
 
 @cache
-def _parsed(cls: type) -> tuple[str, int, ast.AST] | None:
-    """Return the file or cell of a class, its first line, and its syntax tree.
+def _parsed(cls: type) -> tuple[str, ast.ClassDef] | None:
+    """Return the file or cell of a class, and its syntax tree.
 
     They are those of its methods: a notebook may define several classes of one name.
     """
@@ -417,9 +419,8 @@ def _parsed(cls: type) -> tuple[str, int, ast.AST] | None:
             tree = ast.parse("".join(linecache.getlines(code.co_filename)))
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
-                    first, last = node.lineno, node.end_lineno or 0
-                    if first <= code.co_firstlineno <= last:
-                        return code.co_filename, first, ast.increment_lineno(node, 1 - first)
+                    if node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
+                        return code.co_filename, node
     return None
 
 
@@ -452,12 +453,10 @@ def selected(model: nn.Module, function: str, cls: str) -> list[Place]:
 def matching(model: nn.Module, pattern: str) -> Place | None:
     """Return the first line of the model's class that matches a regular expression."""
     cls: type = type(model)
-    parsed = _parsed(cls)
-    if parsed is None:
+    if (parsed := _parsed(cls)) is None:
         return None
-    file, first, tree = parsed
-    count = max(getattr(node, "end_lineno", None) or 0 for node in ast.walk(tree))
-    lines = (Place(file, first + i) for i in range(count))
+    file, tree = parsed
+    lines = (Place(file, n) for n in range(tree.lineno, (tree.end_lineno or 0) + 1))
     return next((line for line in lines if re.search(pattern, line.text)), None)
 
 
@@ -466,13 +465,13 @@ def argument(model: nn.Module, name: str) -> Place | None:
     cls: type = type(model)
     if (parsed := _parsed(cls)) is None:
         return None
-    file, first, tree = parsed
+    file, tree = parsed
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     arguments = (
         arg for function in functions if function.name == "forward"
         for arg in (*function.args.args, *function.args.kwonlyargs) if arg.arg == name
     )  # fmt: skip
-    return next((Place(file, first + arg.lineno - 1) for arg in arguments), None)
+    return next((Place(file, arg.lineno) for arg in arguments), None)
 
 
 def unused_result(place: Place, methods: Collection[str]) -> Place | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -55,15 +56,12 @@ def survey(
     evidence = EVIDENCE
     if replaced_by:
         evidence = f"found in the graph; the rest was examined with GPT-2's {replaced_by} instead"
-    first = finding(Deviation(None, place, values, code=unknown.code), "breaks", evidence)
+    first = Deviation(None, [place], values, evidence=evidence, code=unknown.code)
     if attention:
-        lost = Deviation(None, attention[0], code="unused_attention", lines=attention)
-        first = finding(lost, "breaks", "observed while the model ran")
-    found = [first]
-    for code, deviation in _deviations(graph, nodes, model, config):
-        deviation.code = code
-        found.append(finding(deviation, "breaks", evidence))
-    return found
+        observed = "observed while the model ran"
+        first = Deviation(None, attention, evidence=observed, code="unused_attention")
+    single = _deviations(graph, nodes, model, config)
+    return [finding(first), *(finding(replace(each, evidence=evidence)) for each in single)]
 
 
 def wrong_mask(
@@ -83,14 +81,15 @@ def wrong_mask(
     softmax = [node for node in nodes if kind(node) in ("softmax", "_softmax", *SDPA)]
     evidence = "observed: the results of attention change with these tokens"
     place = source.running(graph, softmax or mixing)
-    return finding(Deviation(None, place, values, code=code), "breaks", evidence)
+    return finding(Deviation(None, [place], values, evidence=evidence, code=code))
 
 
 def wrong_merge(graph: Graph, merging: Sequence[Node]) -> Finding:
     """Return the finding for operations that merge heads of unknown structure and mix tokens."""
     place = source.running(graph, merging, *VIEWS)
     evidence = "observed: results of other tokens than those that the heads attend to change"
-    return finding(Deviation(None, place, {}, code="no_head_merge_transpose"), "breaks", evidence)
+    code = "no_head_merge_transpose"
+    return finding(Deviation(None, [place], evidence=evidence, code=code))
 
 
 def after(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
@@ -101,23 +100,22 @@ def after(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
 
 def _deviations(
     graph: Graph, nodes: Sequence[Node], model: nn.Module, config: GPT2Config
-) -> Iterator[tuple[str, Deviation]]:
-    """Yield one deviation for each code, with the lines of all its operations."""
+) -> list[Deviation]:
+    """Return one deviation for each code, with the lines of all its operations."""
     by_code: dict[str, Deviation] = {}
     for node in nodes:
         if node in graph.live and (named := _deviation(graph, node, model, config)):
             code, values = named
-            place = _line(graph, node, model)
-            first = by_code.setdefault(code, Deviation(None, place, values))
-            first.lines = [*first.lines, place]
+            first = by_code.setdefault(code, Deviation(None, (), values, code=code))
+            first.lines = [*first.lines, _line(graph, node, model)]
     if dropouts := [node for node in nodes if node in graph.dropouts]:
         lines = [graph.place(node) for node in dropouts]
-        by_code["dropout_always_on"] = Deviation(None, None, {}, lines=lines)
+        by_code["dropout_always_on"] = Deviation(None, lines, code="dropout_always_on")
     drawn = [n for n in nodes if kind(n) in DRAWS and n not in graph.dropouts]
     if drawn:
-        place = source.running(graph, drawn)
-        by_code["random_in_forward"] = Deviation(None, place, {"found": kind(drawn[0])})
-    yield from by_code.items()
+        place, values = source.running(graph, drawn), {"found": kind(drawn[0])}
+        by_code["random_in_forward"] = Deviation(None, [place], values, code="random_in_forward")
+    return [*by_code.values()]
 
 
 def _line(graph: Graph, node: Node, model: nn.Module) -> Place | None:
