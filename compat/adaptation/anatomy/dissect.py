@@ -23,6 +23,7 @@ from compat.adaptation.tracing.graph import (
     Graph,
     adds_two,
     aten,
+    insert,
     kind,
     live_inputs,
     live_users,
@@ -539,9 +540,7 @@ class _Dissection:
         product = op.product
         if op.scores is not None and name == "k":
             return op  # the product of q with itself
-        with product.graph.inserting_before(product):
-            copy = product.graph.call_function(aten.clone.default, (operand.node,))
-        copy.meta = dict(operand.node.meta)
+        copy = insert(product, aten.clone.default, (operand.node,), operand.node)
         if op.scores is None:
             product.update_arg("qkv".index(name), copy)
         else:

@@ -346,6 +346,29 @@ def random_values(shape: Iterable[int], seed: int = 0) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
 
 
+def insert(
+    before: Node,
+    target: Any,
+    args: tuple[Any, ...],
+    like: Node | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Node:
+    """Insert an operation before a node.
+
+    Args:
+        before: the node before which it is inserted.
+        target, args: the operation and its arguments.
+        like: the node whose metadata it has, by default `before`.
+        shape: the shape of its result, if that is not the shape in this metadata.
+    """
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, args)
+    node.meta = dict((like or before).meta)
+    if shape is not None:
+        node.meta["shape"] = shape
+    return node
+
+
 def tensor_inputs(node: Node) -> list[Node]:
     """Return the nodes among the arguments, lists flattened, in the order of the arguments."""
     found: list[Node] = []
