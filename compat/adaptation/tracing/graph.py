@@ -240,13 +240,9 @@ class Graph:
 
     def between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
         """Return the nodes, live or not, that compute `targets` from the values of `cuts`."""
-        cuts, stack, seen = set(cuts), list(targets), set()
-        while stack:
-            node = stack.pop()
-            if node not in seen and node not in cuts:
-                seen.add(node)
-                stack += node.all_input_nodes
-        return sorted(seen, key=self.order.__getitem__)
+        cuts = set(cuts)
+        found = reached({*targets} - cuts, lambda node: {*node.all_input_nodes} - cuts)
+        return sorted(found, key=self.order.__getitem__)
 
     def live_between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
         """Return those of the nodes `between` whose values depend on the ids."""
@@ -259,11 +255,8 @@ class Graph:
 
     def first_reader(self, nodes: Iterable[Node]) -> Node:
         """Return the first live operation that reads one of these nodes of parameters."""
-        below, readers = [*nodes], set[Node]()
-        while below:
-            users = set(below.pop().users)
-            readers |= users & self.live
-            below += users - self.live
+        computed = reached(nodes, lambda node: node.users.keys() - self.live)
+        readers = {user for node in computed for user in live_users(self, node)}
         return min(readers, key=self.order.__getitem__)
 
     def parameters_between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
@@ -295,7 +288,7 @@ class Graph:
                 value = self.values[node]
                 env[node] = value.double() if double and value.is_floating_point() else value
             elif node.op == "call_function":
-                env[node] = call(node, env, double)
+                env[node] = execute(node, env, double)
                 if finite and isinstance(env[node], Tensor) and env[node].is_floating_point():
                     env[node] = env[node].nan_to_num()
         return [env[node] for node in targets]
@@ -369,6 +362,17 @@ def insert(
     return node
 
 
+def reached(starts: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Return some nodes and all that are reached from them, with the nodes after each."""
+    stack, seen = list(starts), set[Node]()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += onward(node)
+    return seen
+
+
 def tensor_inputs(node: Node) -> list[Node]:
     """Return the nodes among the arguments, lists flattened, in the order of the arguments."""
     found: list[Node] = []
@@ -397,7 +401,7 @@ def live_users(graph: Graph, node: Node) -> list[Node]:
     return [user for user in node.users if user in graph.live]
 
 
-def call(node: Node, env: Values, double: bool) -> Any:
+def execute(node: Node, env: Values, double: bool) -> Any:
     """Execute one operation, without dropout."""
 
     def value(argument: Any) -> Any:

@@ -43,6 +43,21 @@ WEIGHT_NORMS = frozenset({"_weight_norm", "_weight_norm_interface"})  # the seco
 ARITHMETIC = frozenset("add sub rsub mul div neg".split())
 
 
+def normalize(graph: Graph) -> tuple[Node | None, Node | None]:
+    """Apply every rewrite that keeps what a model computes at the positions that it returns.
+
+    Returns:
+        The nodes that `keep_every_position` and `remove_output_softmax` removed.
+    """
+    split_stacked_parameters(graph)
+    add_biases_to_projections(graph)
+    add_attention_first(graph)
+    drop_repetitions_by_one(graph)
+    look_up_rows(graph)
+    lift_derived_weights(graph)
+    return keep_every_position(graph), remove_output_softmax(graph)
+
+
 def _prune(graph: Graph) -> None:
     """Erase what nothing reads any longer, after a change to the graph."""
     drop_dead_code(graph.output.graph, graph.output)
