@@ -6,7 +6,7 @@ by their connection to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from math import prod
@@ -28,6 +28,7 @@ from compat.adaptation.tracing.graph import (
     live_inputs,
     live_users,
     random_values,
+    reached,
     reads_parameter,
     size,
     tensor_inputs,
@@ -232,7 +233,6 @@ class Anatomy:
         layers: the blocks, in their order.
         xf: the input of the head, tap `ln_f`.
         head: the projection to the vocabulary.
-        logits: the output.
         width: C, that of the residual stream.
         table_width: that of the token table.
         vocabulary: rows of the token table.
@@ -248,7 +248,6 @@ class Anatomy:
     layers: list[Layer]
     xf: Node
     head: Node
-    logits: Node
     width: int
     table_width: int
     vocabulary: int
@@ -258,6 +257,21 @@ class Anatomy:
     def position_width(self) -> int:
         """The width of vectors that are added to the tokens, which may be projected before."""
         return self.table_width if self.own_input is None else size(self.embed)[-1]
+
+
+@dataclass(frozen=True)
+class _Mlp:
+    """The projections of an MLP. Without any, the branch has an unknown structure or is missing.
+
+    Args:
+        fc, gate, proj: the first projection, one beside it that multiplies its result, the last.
+        others: projections that GPT-2 does not have.
+    """
+
+    fc: Node | None = None
+    gate: Node | None = None
+    proj: Node | None = None
+    others: Sequence[Node] = ()
 
 
 class GraphIndex:
@@ -302,15 +316,12 @@ class GraphIndex:
 
     def frontier(self, node: Node) -> set[Node]:
         """Return the nearest projections, mixers and embeddings that a node is computed from."""
-        stack, seen, found = [node], set(), set()
-        while stack:
-            node = stack.pop()
-            if node in self.projections or node in self.mixers or self.embeds(node):
-                found.add(node)
-            elif node not in seen:
-                seen.add(node)
-                stack += live_inputs(self.graph, node)
-        return found
+
+        def is_end(node: Node) -> bool:
+            return node in self.projections or node in self.mixers or self.embeds(node)
+
+        above = reached([node], lambda n: [] if is_end(n) else live_inputs(self.graph, n))
+        return {n for n in above if is_end(n)}
 
     def sources(self, node: Node) -> set[Node]:
         """Return the frontier of a product's live operands."""
@@ -451,8 +462,8 @@ class _Dissection:
         leading = [n for n in self.index.live if n in first & self.index.projections]
         leading = [n for n in leading if self._changes(n, embed, layers[0].x1)]
         return Anatomy(
-            graph, tokens, looked_up, embed, own_input, layers, xf, head, graph.output, self.width,
-            table_width, rows, leading,
+            graph, tokens, looked_up, embed, own_input, layers, xf, head, self.width, table_width,
+            rows, leading,
         )  # fmt: skip
 
     def _changes(self, node: Node, start: Node, end: Node) -> bool:
@@ -590,22 +601,23 @@ class _Dissection:
             raise AdaptError(
                 "the model has no token embedding. No table of parameters is looked up by the ids"
             )
-        embed, users = tables[0], {*live_users(self.graph, tables[0])}
-        while users:  # of what the embedding computes; the only one is where all paths meet
-            node = min(users, key=self.graph.order.__getitem__)
-            if not self._continues_embedding(node, set(tables)):
+        embed = tables[0]
+        for node, is_meeting in self._below(embed):
+            moves = kind(node) in MOVES or kind(node) == "getitem"
+            inputs = live_inputs(self.graph, node) if kind(node) in EMBEDDINGS else ()
+            if not moves and not (inputs and all(index.frontier(a) <= {*tables} for a in inputs)):
                 break
-            if len(users) == 1 and prod(size(node)) == prod(size(embed)):
+            if is_meeting and prod(size(node)) == prod(size(embed)):
                 embed = node
-            users = users - {node} | {*live_users(self.graph, node)}
         return tables[0], embed
 
-    def _continues_embedding(self, user: Node, tables: set[Node]) -> bool:
-        if kind(user) in MOVES or kind(user) == "getitem":
-            return True
-        if kind(user) not in EMBEDDINGS:
-            return False
-        return all(self.index.frontier(a) <= tables for a in live_inputs(self.graph, user))
+    def _below(self, start: Node) -> Iterator[tuple[Node, bool]]:
+        """Yield what depends on a node, in order, and whether all paths from it meet there."""
+        users = {*live_users(self.graph, start)}
+        while users:
+            node = min(users, key=self.graph.order.__getitem__)
+            yield node, len(users) == 1
+            users = users - {node} | {*live_users(self.graph, node)}
 
     def _later_sum(self, looked_up: Node) -> tuple[Node, Node] | None:
         """Return the sum with positions behind a norm or a projection, and its own operand."""
@@ -613,17 +625,14 @@ class _Dissection:
         before = graph.between([looked_up], [graph.input])
         if any(is_table_of_positions(graph, node) for node in before):
             return None
-        users = {*live_users(graph, looked_up)}
-        while users:
-            node = min(users, key=graph.order.__getitem__)
+        for node, is_meeting in self._below(looked_up):
             if node in self.index.mixers:
                 return None
-            if len(users) == 1 and kind(node) in ("add", "cat"):
+            if is_meeting and kind(node) in ("add", "cat"):
                 inputs = [a for a in tensor_inputs(node) if a in graph.live]
                 positions = (is_table_of_positions(graph, a) for a in tensor_inputs(node))
                 if len(inputs) == 1 and any(positions):
                     return node, inputs[0]
-            users = users - {node} | {*live_users(graph, node)}
         return None
 
     def _table(self, node: Node) -> Node:
@@ -675,8 +684,9 @@ class _Dissection:
         following = set().union(*(above[n] for n in until)) - above[qkv[0]]
         cross = [c for c in self.cross if c.product in following and products & above[c.product]]
         out_projs, second, rest = self._projections_of(i, products, qkv, x1, following, after)
-        fc, gate, mlp_proj, *extra = self._mlp(i, rest, until)
-        extra += second  # further projections of what attention computes
+        found = self._mlp(i, rest, until)
+        fc, mlp_proj = found.fc, found.proj
+        extra = [*found.others, *second]  # `second` project what attention computes
         unknown = [n for n in rest if n not in extra] if fc is None else []
         if out_projs:  # the single one, or where those of several heads are joined
             joined = self._joined(out_projs)
@@ -739,9 +749,9 @@ class _Dissection:
             mlp=end,
             mlp_sum=mlp_sum,
             parallel=bool(mlp) and not products & above[mlp[0]],
-            gate=gate,
-            extra=[node for node in extra if node is not None],
-            extra_ends={node: self._with_bias(node) for node in extra if node is not None},
+            gate=found.gate,
+            extra=extra,
+            extra_ends={node: self._with_bias(node) for node in extra},
             unknown=unknown,
         )
 
@@ -920,54 +930,17 @@ class _Dissection:
             found.append(node)
         return found
 
-    def _mlp(self, i: int, found: list[Node], until: list[Node]) -> list[Node | None]:
-        """Return the MLP's projections: the first, a gate beside it, the last, and then others.
-
-        The first three are None where a block lacks them, and for a branch of unknown structure.
-        """
+    def _mlp(self, i: int, found: list[Node], until: list[Node]) -> _Mlp:
+        """Return the MLP among the projections between a layer's attention and `until`."""
         sources = self.index.sources
-        if self.partial and len(found) == 1 and self._chooses_parameters(found[0], until):
-            return [None, None, None]
-        if self.partial and len(found) < 2:
-            return [*found, None, None, None][:3]
         if len(found) == 2 and sources(found[1]) <= {found[0]}:
-            return [found[0], None, found[1]]
-        last = self._last_mlp(found) if self.partial else None
-        if last is not None and last[0] is not None and not self._is_one_branch(found, until):
-            if size(last[0])[-1] > size(found[0])[-1]:  # an MLP is wider than other branches
-                return last
-        gated = len(found) > 2 and sources(found[2]) == set(found[:2])
-        if last is not None and len(last) == 4 and last[2] is not None and last[3] is not None:
-            of_gate = size(last[3])[-1] == self.width and self._multiplied(last[2], last[3])
-            if of_gate and self._is_one_branch(found, until):
-                return last  # the result of the MLP is multiplied by a gate
-        beside = gated and any(not sources(n) & {*found} for n in found[3:])  # as other experts
-        if self.partial and beside and self._is_one_branch(found, until):
-            return [None, None, None]
-        if self.partial and gated:
-            return [found[0], found[1], found[2], *found[3:]]
-        if self.partial and len(found) > 2 and sources(found[1]) == sources(found[2]) == {found[0]}:
-            if self._multiplied(found[1], found[2]):  # nothing projects the product
-                return [found[0], found[2], found[1], *found[3:]]
-        if self.partial and len(found) > 2 and sources(found[1]) == {found[0]}:
-            chain = [found[0]]  # an MLP with more than two projections
-            for node in found[1:]:
-                chain += [node] if sources(node) == {chain[-1]} else []
-            inner = size(chain[0])[-1]
-            wide = [n for n in chain[1:] if size(self.index.input_of(n))[-1] == inner]
-            end = wide[-1] if wide else chain[-1]  # before an adapter, which is narrower
-            return [chain[0], None, end, *(n for n in found if n not in (chain[0], end))]
-        if self.partial and self._is_one_branch(found, until):
-            return [None, None, None]
-        for n in range(len(found) - 1, 2, -1) if self.partial else ():  # others follow the branch
-            if self._is_one_branch(found[:n], found[n : n + 1]):
-                return [None, None, None, *found[n:]]
-        if last is not None:
-            return last
+            return _Mlp(found[0], None, found[1])
+        if self.partial and (other := self._other_mlp(found, until)) is not None:
+            return other
         why = ""
         if len(found) == 2:
             why = ". The second one has inputs beside the result of the first"
-        elif gated:
+        elif self._begins_gated(found):
             why = ". This is a gated MLP, as in LLaMA"
         elif len(found) > 2:
             why = ". More than an MLP is run between two attentions or before the head"
@@ -977,13 +950,53 @@ class _Dissection:
             found,
         )
 
+    def _begins_gated(self, found: list[Node]) -> bool:
+        """Return whether the first two projections are multiplied and then projected."""
+        return len(found) > 2 and self.index.sources(found[2]) == {*found[:2]}
+
+    def _other_mlp(self, found: list[Node], until: list[Node]) -> _Mlp | None:
+        """Return an MLP that GPT-2 does not have; None if its projections are not known."""
+        sources = self.index.sources
+        if len(found) == 1 and self._chooses_parameters(found[0], until):
+            return _Mlp()
+        if len(found) < 2:
+            return _Mlp(found[0] if found else None)
+        first, is_branch = found[0], self._is_one_branch(found, until)
+        last = self._last_mlp(found)
+        if last is not None:
+            others = last.others  # an MLP is wider than other branches
+            if not is_branch and size(found[len(others)])[-1] > size(first)[-1]:
+                return last
+            if is_branch and len(others) == 1 and size(others[0])[-1] == self.width:
+                if self._multiplied(found[-1], others[0]):
+                    return last  # the result of the MLP is multiplied by a gate
+        if self._begins_gated(found):
+            beside = any(not sources(n) & {*found} for n in found[3:])  # as other experts
+            return _Mlp() if beside and is_branch else _Mlp(first, found[1], found[2], found[3:])
+        if len(found) > 2 and sources(found[1]) == {first}:
+            if sources(found[2]) == {first} and self._multiplied(found[1], found[2]):
+                return _Mlp(first, found[2], found[1], found[3:])  # nothing projects the product
+            chain = [first]  # an MLP with more than two projections
+            for node in found[1:]:
+                chain += [node] if sources(node) == {chain[-1]} else []
+            inner = size(first)[-1]
+            wide = [n for n in chain[1:] if size(self.index.input_of(n))[-1] == inner]
+            end = wide[-1] if wide else chain[-1]  # before an adapter, which is narrower
+            return _Mlp(first, None, end, [n for n in found if n not in (first, end)])
+        if is_branch:
+            return _Mlp()
+        for n in range(len(found) - 1, 2, -1):  # others follow the branch
+            if self._is_one_branch(found[:n], found[n : n + 1]):
+                return _Mlp(others=found[n:])
+        return last
+
     def _chooses_parameters(self, router: Node, until: list[Node]) -> bool:
         """Return whether parameters are looked up by a projection's result, as those of experts."""
         above = self.graph.ancestors
         following = set().union(*(above[node] for node in until))
         return any(router in above[node] and self.index.embeds(node) for node in following)
 
-    def _last_mlp(self, found: list[Node]) -> list[Node | None] | None:
+    def _last_mlp(self, found: list[Node]) -> _Mlp | None:
         """Return an MLP that ends a block, and the projections of other branches before it."""
         sources = self.index.sources
         for n in range(1, len(found) - 1):
@@ -991,9 +1004,9 @@ class _Dissection:
             if any(not self.graph.ancestors[node].isdisjoint(mlp) for node in others):
                 continue
             if len(mlp) == 2 and sources(mlp[1]) == {mlp[0]}:
-                return [mlp[0], None, mlp[1], *others]
-            if len(mlp) == 3 and sources(mlp[2]) == {mlp[0], mlp[1]}:
-                return [*mlp, *others]
+                return _Mlp(mlp[0], None, mlp[1], others)
+            if len(mlp) == 3 and self._begins_gated(mlp):
+                return _Mlp(mlp[0], mlp[1], mlp[2], others)
         return None
 
     def _multiplied(self, one: Node, other: Node) -> bool:
@@ -1024,20 +1037,28 @@ class _Dissection:
         above, wanted = self.graph.ancestors, {*projections}
         return next((n for n in self.index.live if wanted - {n} <= above[n]), None)
 
-    def _activated(self, node: Node) -> Node:
-        """Return the result of the activation after a projection."""
-        while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) in ACTIVATIONS:
+    def _last_user(self, node: Node, kinds: Container[str], of_parameters: bool = False) -> Node:
+        """Return the last of a chain of operations of some kinds, each the only user of the last.
+
+        Args:
+            node: where the chain begins; returned if its user is not such an operation.
+            kinds: the kinds of operations.
+            of_parameters: their only other operand has to be a parameter.
+        """
+        while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) in kinds:
+            if of_parameters and not reads_parameter(self.graph, users[0]):
+                break
             [node] = users
         return node
+
+    def _activated(self, node: Node) -> Node:
+        """Return the result of the activation after a projection."""
+        return self._last_user(node, ACTIVATIONS)
 
     def _joined_heads(self, attention_ops: list[AttentionOp]) -> Node:
         """Return the concatenated heads, the result of attention without an output projection."""
         node = max((op.out.node for op in attention_ops), key=self.graph.order.__getitem__)
-        while True:
-            users = live_users(self.graph, node)
-            if len(users) != 1 or kind(users[0]) not in MOVES | {"cat", "getitem", "stack"}:
-                return node
-            node = users[0]
+        return self._last_user(node, MOVES | {"cat", "getitem", "stack"})
 
     def _with_bias(self, node: Node) -> Node:
         """Return the result of a projection, after a bias that is added in its own operation."""
@@ -1054,15 +1075,10 @@ class _Dissection:
 
     def _summed(self, node: Node) -> Node:
         """Return the sum over the heads of an output projection that keeps them apart."""
-        B, T = self.graph.shape
-        inner = node
-        while len(users := live_users(self.graph, inner)) == 1:
-            [inner] = users
-            if kind(inner) == "sum":
-                return inner if prod(size(inner)) == B * T * self.width else node
-            if kind(inner) not in MOVES:
-                break
-        return node
+        users = live_users(self.graph, self._last_user(node, MOVES))
+        elements = prod(self.graph.shape) * self.width
+        is_sum = len(users) == 1 and kind(users[0]) == "sum" and prod(size(users[0])) == elements
+        return users[0] if is_sum else node
 
     def _sum(self, branch: Node, roots: set[Node], until: list[Node]) -> Sum:
         """Return the first sum of a branch with a tensor that does not depend on its roots.
@@ -1085,19 +1101,13 @@ class _Dissection:
 
     def _weighted(self, node: Node) -> Node:
         """Return the product of the result of a branch with parameters, if it is multiplied."""
-        while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) == "mul":
-            if not reads_parameter(self.graph, users[0]):
-                break
-            [node] = users
-        return node
+        return self._last_user(node, {"mul"}, of_parameters=True)
 
     def _with_own_input(self, total: Sum, x: Node) -> Sum:
         """Return the sum with the residual stream, if the first sum is with the branch's input."""
         if total.shortcut is not x:
             return total
-        node = total.node
-        while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) in MOVES:
-            [node] = users
+        users = live_users(self.graph, self._last_user(total.node, MOVES))
         if len(users) == 1 and self._adds_streams(users[0]):
             for outer in tensor_inputs(users[0])[:2]:
                 if self.index.before_moves(outer) in self.graph.ancestors[x] | {x}:
