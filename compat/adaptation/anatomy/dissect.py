@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -260,6 +260,21 @@ class Anatomy:
 
 
 @dataclass(frozen=True)
+class _Inputs:
+    """The projections that compute q, k and v, and the tensors that they project.
+
+    Args:
+        qkv: the projections.
+        x1: their input.
+        raw: the input of some of them, from which x1 is computed, as without the norm; or None.
+    """
+
+    qkv: list[Node]
+    x1: Node
+    raw: Node | None = None
+
+
+@dataclass(frozen=True)
 class _Mlp:
     """The projections of an MLP. Without any, the branch has an unknown structure or is missing.
 
@@ -282,6 +297,7 @@ class GraphIndex:
         products: every contraction among them.
         projections: products of a live tensor with parameters.
         mixers: products of two live tensors, and fused attention kernels.
+        ends: all of these, and embeddings.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -302,6 +318,7 @@ class GraphIndex:
                     continue  # the scores or the probabilities of the heads are mixed
                 elif graph.parameters_of[found.b if live[0] else found.a]:
                     self.projections.add(node)
+        self.ends = {*self.projections, *self.mixers, *filter(self.embeds, self.live)}
 
     def before_moves(self, node: Node) -> Node:
         """Return the node whose elements this node has moved; itself if it moves none."""
@@ -316,12 +333,8 @@ class GraphIndex:
 
     def frontier(self, node: Node) -> set[Node]:
         """Return the nearest projections, mixers and embeddings that a node is computed from."""
-
-        def is_end(node: Node) -> bool:
-            return node in self.projections or node in self.mixers or self.embeds(node)
-
-        above = reached([node], lambda n: [] if is_end(n) else live_inputs(self.graph, n))
-        return {n for n in above if is_end(n)}
+        above = reached([node], lambda n: [] if n in self.ends else live_inputs(self.graph, n))
+        return above & self.ends
 
     def sources(self, node: Node) -> set[Node]:
         """Return the frontier of a product's live operands."""
@@ -445,15 +458,11 @@ class _Dissection:
         between = graph.parameters_between([self.index.input_of(head)], [embed])
         if not levels and any(graph.values[node].ndim > 1 for node in between):
             raise self._no_attention()
-        inputs = [self._inputs(i, attention_ops) for i, attention_ops in enumerate(levels)]
-        if inputs and self.width not in size(inputs[0][1]):  # a narrow table is projected
-            self.width = prod(size(inputs[0][1])) // prod(graph.shape)
-        layers = []
-        for i, attention_ops in enumerate(levels):
-            last = i + 1 == len(levels)
-            until = [head] if last else [op.product for op in levels[i + 1]]
-            after = {head} if last else {head, *inputs[i + 1][0]}
-            layers.append(self._layer(i, attention_ops, *inputs[i], until, after))
+        self.levels, self.head = levels, head
+        self.inputs = [self._inputs(i, attention_ops) for i, attention_ops in enumerate(levels)]
+        if levels and self.width not in size(self.inputs[0].x1):  # a narrow table is projected
+            self.width = prod(size(self.inputs[0].x1)) // prod(graph.shape)
+        layers = [self._layer(i) for i in range(len(levels))]
         found = size(tokens)[-1]
         table_width = found if found % self.width else self.width  # it may join the tokens
         rows = prod(size(self._table(tokens))) // table_width
@@ -494,19 +503,16 @@ class _Dissection:
 
     def _check_own_keys(self, attention_ops: list[AttentionOp]) -> None:
         """Refuse keys and values that a layer takes over from an earlier one."""
+        # What computes keys and values, down to the nearest projections.
+        read = [[self.index.frontier(o.node) for o in (op.k, op.v)] for op in attention_ops]
         for (i, first), (j, op) in combinations(enumerate(attention_ops), 2):
             is_later = first.product in self.graph.ancestors[op.product]
-            keys, values = self._keys_and_values(op)
-            if keys and is_later and [keys, values] == self._keys_and_values(first):
+            if read[j][0] and is_later and read[i] == read[j]:
                 raise UnknownPart(
                     f"attention {j + 1}{self.graph.at(op.product)} reads the keys and values of "
                     f"attention {i + 1}, but in GPT-2 each layer projects its own",
                     [op.product],
                 )
-
-    def _keys_and_values(self, op: AttentionOp) -> list[set[Node]]:
-        """Return what computes keys and values, down to the nearest projections."""
-        return [self.index.frontier(operand.node) for operand in (op.k, op.v)]
 
     def _is_cross(self, op: AttentionOp) -> bool:
         """Return whether keys and values are projected from another tensor than the queries."""
@@ -580,14 +586,15 @@ class _Dissection:
 
     def _levels(self, attention_ops: list[AttentionOp]) -> list[list[AttentionOp]]:
         """Return the operations by layer; the heads of a layer do not depend on each other."""
-        above = self.graph.ancestors
-        level: dict[Node, int] = {}
+        above, levels = self.graph.ancestors, list[list[AttentionOp]]()
         for op in attention_ops:
-            before = [level[c.product] for c in attention_ops if c.product in above[op.product]]
-            level[op.product] = max(before, default=-1) + 1
-        levels: list[list[AttentionOp]] = [[] for _ in range(max(level.values(), default=-1) + 1)]
-        for op in attention_ops:
-            levels[level[op.product]].append(op)
+            before = [
+                i for i, level in enumerate(levels)
+                if any(other.product in above[op.product] for other in level)
+            ]  # fmt: skip
+            own = max(before, default=-1) + 1
+            levels += [[]] if own == len(levels) else []
+            levels[own].append(op)
         return levels
 
     def _embedding(self) -> tuple[Node, Node]:
@@ -643,17 +650,14 @@ class _Dissection:
         return found.b if found.a in self.graph.live else found.a
 
     def _head(self, tokens: Node) -> Node:
+        """Return the projection that computes the output, or raise the error of its structure."""
         found = sorted(self.index.frontier(self.graph.output), key=self.graph.order.__getitem__)
         with_attention = [n for n in found if n in self.index.projections
                           and self.graph.ancestors[n] & self.index.mixers]  # fmt: skip
         if self.partial and len(with_attention) == 1:
             return with_attention[0]  # other terms may be added to the logits
-        if len(found) != 1 or found[0] not in self.index.projections:
-            self._raise_for_head(tokens, found)
-        return found[0]
-
-    def _raise_for_head(self, tokens: Node, found: list[Node]) -> NoReturn:
-        """Raise the error for an output that these nodes compute."""
+        if len(found) == 1 and found[0] in self.index.projections:
+            return found[0]
         message = (
             "the model has no language-model head. One projection to the vocabulary was "
             f"expected, but {len(found)} operations compute the output{self.graph.at(*found)}"
@@ -668,22 +672,18 @@ class _Dissection:
             raise UnknownHead(message, found, name, modules[-1])
         raise AdaptError(message)
 
-    def _layer(
-        self,
-        i: int,
-        attention_ops: list[AttentionOp],
-        qkv: list[Node],
-        x1: Node,
-        raw: Node | None,
-        until: list[Node],
-        after: set[Node],
-    ) -> Layer:
-        """Build a layer, which ends before the products `until` and the projections `after`."""
+    def _layer(self, i: int) -> Layer:
+        """Build a layer, which ends before the next layer's attention or the head."""
         index, above = self.index, self.graph.ancestors
+        attention_ops, inputs = self.levels[i], self.inputs[i]
         products = {op.product for op in attention_ops}
-        following = set().union(*(above[n] for n in until)) - above[qkv[0]]
+        until, after = [self.head], {self.head}
+        if i + 1 < len(self.levels):
+            until = [op.product for op in self.levels[i + 1]]
+            after |= {*self.inputs[i + 1].qkv}
+        following = set().union(*(above[n] for n in until)) - above[inputs.qkv[0]]
         cross = [c for c in self.cross if c.product in following and products & above[c.product]]
-        out_projs, second, rest = self._projections_of(i, products, qkv, x1, following, after)
+        out_projs, second, rest = self._projections_of(i, products, following, after)
         found = self._mlp(i, rest, until)
         fc, mlp_proj = found.fc, found.proj
         extra = [*found.others, *second]  # `second` project what attention computes
@@ -700,7 +700,7 @@ class _Dissection:
         else:
             projected = self._joined_heads(attention_ops)
         attn = self._with_bias(second[-1]) if second else projected
-        attn_sum = self._with_own_input(self._sum(attn, products, until), x1)
+        attn_sum = self._with_own_input(self._sum(attn, products, until), inputs.x1)
         x2 = act = fc_end = end = attn_sum.node
         mlp_sum = Sum(end, end, end)
         if fc is not None:
@@ -732,10 +732,10 @@ class _Dissection:
             attention_ops=attention_ops,
             cross=cross,
             cross_sum=self._sum(cross[-1].product, cross_products, until) if cross else None,
-            qkv=qkv,
-            qkv_ends=[self._with_bias(node) for node in qkv],
-            x1=x1,
-            raw=raw,
+            qkv=inputs.qkv,
+            qkv_ends=[self._with_bias(node) for node in inputs.qkv],
+            x1=inputs.x1,
+            raw=inputs.raw,
             out_proj=out_projs[-1] if out_projs else None,
             heads=index.operands(out_projs[-1])[0] if out_projs else attn,
             projected=projected,
@@ -756,17 +756,12 @@ class _Dissection:
         )
 
     def _projections_of(
-        self,
-        i: int,
-        products: set[Node],
-        qkv: list[Node],
-        x1: Node,
-        following: set[Node],
-        after: set[Node],
+        self, i: int, products: set[Node], following: set[Node], after: set[Node]
     ) -> tuple[list[Node], list[Node], list[Node]]:
         """Return the output projections of a layer, those that follow them, and the MLP's."""
         graph, index = self.graph, self.index
-        gates = self._gates(products, {*qkv}, x1) if self.partial else set()
+        qkv = {*self.inputs[i].qkv}
+        gates = self._gates(products, qkv, self.inputs[i].x1) if self.partial else set()
         out_projs = [
             n for n in index.live
             if n in index.projections - after and index.sources(n) <= products | gates
@@ -774,11 +769,11 @@ class _Dissection:
         ]  # fmt: skip
         projections = index.projections - self._of_cross_attention()
         if self.partial and not out_projs:  # another tensor may be added to the heads
-            others = following & projections - after - {*qkv} - gates
+            others = following & projections - after - qkv - gates
             reading = [n for n in others if index.sources(n) & products]
             reading = [n for n in reading if others.isdisjoint(graph.ancestors[n])]
             out_projs = reading if len(reading) == 1 and len(others) > 2 else []
-        mlp = (following & projections) - {*qkv, *out_projs, *after, *gates}
+        mlp = (following & projections) - {*out_projs} - qkv - after - gates
         if not mlp and not self.partial:
             raise UnknownPart(
                 f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
@@ -790,7 +785,7 @@ class _Dissection:
         ordered = sorted(mlp, key=graph.order.__getitem__)
         second = self._second_out_projs(out_projs, ordered) if self.partial else []
         rest = [n for n in ordered if n not in second]
-        if len(rest) == 1 and index.sources(rest[0]) and index.sources(rest[0]) <= {*qkv}:
+        if len(rest) == 1 and index.sources(rest[0]) and index.sources(rest[0]) <= qkv:
             raise UnknownPart(
                 f"layer {i}: the MLP{graph.at(*rest)} reads a part of the projection of q, k and "
                 "v, but GPT-2's MLP has its own projection of the stream that includes attention",
@@ -827,13 +822,8 @@ class _Dissection:
         found = size(projection)[-1]
         return found > self.width or (following == 1 and found != self.width)
 
-    def _inputs(
-        self, i: int, attention_ops: list[AttentionOp]
-    ) -> tuple[list[Node], Node, Node | None]:
-        """Return the projections that compute q, k and v, and the one tensor that they project.
-
-        Some may project the tensor from which the others' input is computed, as without the norm.
-        """
+    def _inputs(self, i: int, attention_ops: list[AttentionOp]) -> _Inputs:
+        """Return the projections that compute q, k and v, and the one tensor that they project."""
         index = self.index
         operands = [o.node for c in attention_ops for o in (c.q, c.k, c.v)]
         if self.partial:
@@ -861,13 +851,13 @@ class _Dissection:
             is_norm = any(kind(n) in REDUCTIONS for n in inner)
             is_norm = is_norm and not {*inner} & (index.projections | index.mixers)
             if raw in self.graph.ancestors[x1] and is_norm:
-                return ordered, x1, raw
+                return _Inputs(ordered, x1, raw)
         if self.partial and len(inputs) > 1:  # values of earlier layers may be added
             x1 = max(inputs, key=self.graph.order.__getitem__)
             own = [n for n in ordered if index.input_of(n) is x1]
             above = self.graph.ancestors
             if all(above[o] & {*own} for o in operands) and inputs - {x1} <= above[x1]:
-                return own, x1, None
+                return _Inputs(own, x1)
         if len(inputs) > 1 and self.partial and (start := self._meeting(inputs)) is not None:
             between = self.graph.between(operands, [start])
             inputs = {index.before_moves(start)}
@@ -888,7 +878,7 @@ class _Dissection:
             x1 = index.input_of(next(iter(first)))
             between = self.graph.between(operands, [x1])
             ordered = sorted(index.projections & {*between}, key=self.graph.order.__getitem__)
-        return ordered, x1, None
+        return _Inputs(ordered, x1)
 
     def _is_latent(self, x1: Node, first: set[Node], attention_ops: list[AttentionOp]) -> bool:
         """Return whether `first` project to the input of q, k and v, and no later sum is as wide.
