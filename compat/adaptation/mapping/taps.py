@@ -20,7 +20,7 @@ from compat.adaptation.anatomy.norms import NormPlaces
 from compat.adaptation.mapping.assignments import Assignments
 from compat.adaptation.mapping.linear_maps import View, head_view, merged, token_view
 from compat.adaptation.tracing.calling import Forward, plain_kernels
-from compat.adaptation.tracing.graph import Graph, execute
+from compat.adaptation.tracing.graph import Graph
 from compat.errors import CompatError
 from compat.parity.trace import Trace, tracing
 from compat.tap import Tap, hook_tap, tap_names
@@ -95,19 +95,16 @@ def trace_graph(
             marks = view.write(torch.ones_like(forced[name]))
             for node, value, mark in zip(view.nodes, view.write(forced[name]), marks, strict=True):
                 forced_at[node] = mark != 0, value
-    env: dict[Node, Tensor] = {graph.input: input_ids}
     computed: dict[Node, Tensor] = {}
-    tapped = {node for view in taps.values() for node in view.nodes}
-    for node in graph.between([graph.output], [graph.input]):
-        if node in graph.values:
-            env[node] = graph.values[node]
-        elif node.op == "call_function":
-            env[node] = execute(node, env, double=False)
-        if node in tapped:
-            computed[node] = env[node]
-        if node in forced_at:
-            mark, value = forced_at[node]
-            env[node] = torch.where(mark, value.to(env[node].dtype), env[node])
+
+    def force(node: Node, found: Tensor) -> Tensor:
+        computed[node] = found
+        if node not in forced_at:
+            return found
+        mark, value = forced_at[node]
+        return torch.where(mark, value.to(found.dtype), found)
+
+    graph.run([graph.output], {graph.input: input_ids}, double=False, force=force)
     return {name: view.read([computed[n] for n in view.nodes]) for name, view in taps.items()}
 
 

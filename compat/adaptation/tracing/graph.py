@@ -241,7 +241,7 @@ class Graph:
     def between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
         """Return the nodes, live or not, that compute `targets` from the values of `cuts`."""
         cuts = set(cuts)
-        found = reached({*targets} - cuts, lambda node: {*node.all_input_nodes} - cuts)
+        found = reached(targets, lambda node: [] if node in cuts else node.all_input_nodes) - cuts
         return sorted(found, key=self.order.__getitem__)
 
     def live_between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
@@ -269,6 +269,7 @@ class Graph:
         parameters: Callable[[Node], Tensor] | None = None,
         double: bool = True,
         finite: bool = False,
+        force: Callable[[Node, Any], Any] | None = None,
     ) -> list[Tensor]:
         """Compute the values of `targets` from known values.
 
@@ -278,6 +279,7 @@ class Graph:
             parameters: returns the value of each parameter, in place of the model's own.
             double: compute in float64 instead of any lower precision that the graph names.
             finite: replace NaN by zero in every result.
+            force: called with each node and its value; returns the value that is used instead.
         """
         targets, env = list(targets), dict(known)
         env.setdefault(self.input, self.example)
@@ -288,9 +290,11 @@ class Graph:
                 value = self.values[node]
                 env[node] = value.double() if double and value.is_floating_point() else value
             elif node.op == "call_function":
-                env[node] = execute(node, env, double)
+                env[node] = _execute(node, env, double)
                 if finite and isinstance(env[node], Tensor) and env[node].is_floating_point():
                     env[node] = env[node].nan_to_num()
+            if force is not None:
+                env[node] = force(node, env[node])
         return [env[node] for node in targets]
 
     def place(self, node: Node) -> Place | None:
@@ -401,7 +405,7 @@ def live_users(graph: Graph, node: Node) -> list[Node]:
     return [user for user in node.users if user in graph.live]
 
 
-def execute(node: Node, env: Values, double: bool) -> Any:
+def _execute(node: Node, env: Values, double: bool) -> Any:
     """Execute one operation, without dropout."""
 
     def value(argument: Any) -> Any:
