@@ -44,7 +44,7 @@ ARITHMETIC = frozenset("add sub rsub mul div neg".split())
 
 
 def normalize(graph: Graph) -> tuple[Node | None, Node | None]:
-    """Apply every rewrite that keeps what a model computes at the positions that it returns.
+    """Bring a graph into the form in which the parts of a GPT-2 are recognised.
 
     Returns:
         The nodes that `keep_every_position` and `remove_output_softmax` removed.
@@ -312,26 +312,23 @@ def _parts_of_channels(node: Node, user: Node) -> list[tuple[Node, int]]:
     return []
 
 
-def split_stacked_parameters(graph: Graph) -> None:
+@_at_every_node
+def split_stacked_parameters(graph: Graph, parameter: Node) -> bool:
     """Make `parameter[0]`, `parameter[1]`, … inputs of the graph, as if each were a parameter.
 
     This is done for parameters that hold the weights of several layers, or of several parts of one
     layer: they are read as slices only, one after the other. Slices that are read side by side are
     those of a fused projection of q, k and v.
     """
-    stacked = []
-    for parameter in list(graph.names):
-        slices = _slices(parameter)
-        readers = [graph.first_reader(nodes) for nodes in slices.values()]
-        in_turn = all(before in graph.ancestors[after] for before, after in pairwise(readers))
-        if not slices or not in_turn:
-            continue
-        name, values = graph.names.pop(parameter), graph.values[parameter]
-        for i, nodes in slices.items():
-            _input(graph, nodes, f"{parameter.name}_{i}", f"{name}[{i}]", values[i])
-        stacked.append(parameter)
-    if stacked:
-        _prune(graph)
+    slices = _slices(parameter) if parameter in graph.names else {}
+    readers = [graph.first_reader(nodes) for nodes in slices.values()]
+    in_turn = all(before in graph.ancestors[after] for before, after in pairwise(readers))
+    if not slices or not in_turn:
+        return False
+    name, values = graph.names.pop(parameter), graph.values[parameter]
+    for i, nodes in slices.items():
+        _input(graph, nodes, f"{parameter.name}_{i}", f"{name}[{i}]", values[i])
+    return True
 
 
 def _slices(parameter: Node) -> dict[int, list[Node]]:
