@@ -148,9 +148,9 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         current: the node that holds the current value of a tensor, by the tensor's id.
-        tensors: all tensors, which keeps their ids unique while the call is recorded.
         views: how tensors that share memory were created, by their id.
-        sharing: the tensors in one memory, by its address.
+        sharing: the tensors in one memory, by its address. These are all tensors, which keeps their
+            ids unique while the call is recorded.
         exits: the lines that read values outside of torch.
         written: the lines that write to parameters, by the parameters' names.
     """
@@ -159,7 +159,6 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.ids, self.graph = ids, fx.Graph()
         self.current: dict[int, Node] = {}
-        self.tensors: list[Tensor] = []
         self.views: dict[int, _View] = {}
         self.sharing: dict[int, list[Tensor]] = {}
         self.source: tuple[tuple[Place, ...], tuple[str, ...]] = (), ()
@@ -186,7 +185,6 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         """Record that a node holds the value of a tensor, and return the node."""
         node.meta["shape"] = tuple(tensor.shape)
         if id(tensor) not in self.current:
-            self.tensors.append(tensor)
             self.sharing.setdefault(_address(tensor), []).append(tensor)
         self.current[id(tensor)] = node
         return node
@@ -413,6 +411,8 @@ def _tensors(arguments: Any) -> list[Tensor]:
 
 def _changed_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
     arguments = func._schema.arguments
     named = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
