@@ -40,7 +40,7 @@ from compat.adaptation.stages import MakeReference, Progress, Run, Stages, judge
 from compat.adaptation.tracing.calling import Forward, check_model, method_calls
 from compat.adaptation.tracing.flex_attention import plain_flex_attention
 from compat.adaptation.tracing.plain_lists import registered
-from compat.adaptation.tracing.record import Untraceable, to_graph
+from compat.adaptation.tracing.record import Untraceable
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.config import HALF, dtype_name
 from compat.errors import AdaptError
@@ -135,22 +135,22 @@ def _adapt_part(
 
 def _adapt_in_own_type(model: nn.Module, checkpoint: Checkpoint, options: Options) -> Adaptation:
     """Adapt a model in any data type. One in half precision is mapped in float32."""
-    dtype = next(iter(model.parameters())).dtype
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) > 1:
-        by_width = sorted(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
-        try:
-            with converted(model, dtypes, by_width[-1]), _types_replaced(model, by_width[-1]):
-                adaptation = _adapt(model, checkpoint, options)
-        except AdaptError:  # the code relies on the data types
-            adaptation = _adapt(model, checkpoint, options)
-        adaptation = _confirm(model, checkpoint, adaptation, options, by_width[0])
-        return replace(adaptation, findings=[*adaptation.findings, mixed_types(model)])
-    if dtype not in HALF:
+    by_width = sorted(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+    narrow, wide, mixed = by_width[0], by_width[-1], len(dtypes) > 1
+    if not mixed and narrow not in HALF:
         return _adapt(model, checkpoint, options)
-    with converted(model), _types_replaced(model, torch.float32):
-        adaptation = _adapt(model, checkpoint, options)
-    return _confirm(model, checkpoint, adaptation, options, dtype)
+    to = wide if mixed else torch.float32
+    try:
+        with converted(model, dtypes, to), _types_replaced(model, to):
+            adaptation = _adapt(model, checkpoint, options)
+    except AdaptError:
+        if not mixed:
+            raise
+        adaptation = _adapt(model, checkpoint, options)  # the code relies on the data types
+    adaptation = _confirm(model, checkpoint, adaptation, options, narrow)
+    found = [mixed_types(model)] if mixed else []
+    return replace(adaptation, findings=[*adaptation.findings, *found])
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def _adapt(model: nn.Module, checkpoint: Checkpoint, options: Options) -> Adapta
         call, ids = (forward, ids) if forward else find_call(model, checkpoint, ids)
         run = Run(model, checkpoint, call, ids, seconds, options.make_reference)
         try:
-            graph = to_graph(model, call, ids)
+            graph = run.trace()
         except Untraceable as error:
             return judge_by_calls(run, error)
     with timed(seconds, "map"):

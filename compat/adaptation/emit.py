@@ -25,16 +25,13 @@ def to_name_map(graph: Graph, assignments: Assignments, config: GPT2Config) -> N
     found = assignments.by_tensor
     named = {hf: _row(graph, hf, found[hf]) for hf in expected_shapes(config) if hf in found}
     rows: list[Row] = []
-    done: set[str] = set()
-    for hf, row in named.items():
-        pattern = re.sub(r"^h\.\d+\.", "h.{i}.", hf)
-        if pattern == hf:
-            rows.append(row)
-        elif pattern not in done:
-            done.add(pattern)
-            layers = [named.get(pattern.replace("{i}", str(i))) for i in range(config.n_layer)]
-            template = _template(pattern, layers)
-            rows += [template] if template else [r for r in layers if r is not None]
+    for pattern in dict.fromkeys(re.sub(r"^h\.\d+\.", "h.{i}.", hf) for hf in named):
+        if pattern in named:  # a tensor outside of the layers
+            rows.append(named[pattern])
+            continue
+        layers = [named.get(pattern.replace("{i}", str(i))) for i in range(config.n_layer)]
+        template = _template(pattern, layers)
+        rows += [template] if template else [r for r in layers if r is not None]
     return NameMap(tuple(rows), zeros=tuple(graph.names[node] for node in assignments.zeroed))
 
 

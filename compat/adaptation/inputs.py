@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from compat.adaptation.part import takes_hidden_states
 from compat.adaptation.tracing.calling import (
     CallSignature,
-    Convert,
     NoLogitsError,
     batch_sizes,
     describe_error,
@@ -28,9 +27,6 @@ from compat.user_models.eval_mode import eval_mode
 
 # The number of logits up to which a model is called on as many sequences as it expects.
 MOST_LOGITS = 500_000_000
-
-# Ids, how many sequences of them are passed at once, and what converts them; see `find_signature`.
-Inputs = tuple[Tensor, int | None, Convert | None]
 
 
 def find_call(
@@ -50,62 +46,58 @@ def find_call(
     try:
         return find_signature(model, ids), ids
     except AdaptError as error:
-        config = checkpoint.config
-        if takes_hidden_states(model, config):
+        if takes_hidden_states(model, checkpoint.config):
             raise AdaptError(
                 f"{type(model).__name__} takes hidden states (B, T, C), not ids. Pass which part "
                 'of a GPT-2 it is, part="h.0.attn" or --part h.0.attn. The parts are h.0, '
                 "h.0.attn, h.0.mlp, h.0.ln_1, h.0.ln_2 and ln_f"
             ) from None
-        full_length = random_ids(checkpoint, 0, 2, config.n_positions)
-
-        def one_hot(ids: Tensor) -> Tensor:
-            return F.one_hot(ids, config.vocab_size).to(next(iter(model.parameters())).dtype)
-
-        others: list[Inputs]
-        tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-        few = min([16, *filter(None, tables)])
-        others = [(each, None, None) for each in (full_length, ids % few, full_length % few)]
-        mismatches = re.findall(r"size of tensor \w \((\d+)\)|\bsize (\d+)\b", str(error))
-        lengths = dict.fromkeys(
-            int(number) for pair in mismatches for number in pair if int(number or 0)
-        )
-        others += [
-            (random_ids(checkpoint, 0, 2, length), None, None) for length in lengths
-            if length < config.n_positions and length not in _sizes(config)
-        ]  # fmt: skip
-        others += [(ids, None, convert) for convert in (Tensor.int, Tensor.float, one_hot)]
-        if found := _first_signature(model, others):
-            return found
-        with suppress(AdaptError):
-            time_first = find_signature(model, ids, time_first=True)
-            if time_first.last:  # logits (B, V), which a model of one sequence does not return
-                return time_first, ids
-        others = [(ids, 0, None), (full_length, 0, None)]
-        for rows in batch_sizes(model):
-            if rows * config.n_positions * config.vocab_size < MOST_LOGITS:
-                full_length = random_ids(checkpoint, 0, rows, config.n_positions)
-                others += [(full_length[:, : ids.shape[1]], rows, None), (full_length, rows, None)]
-        if found := _first_signature(model, others):
-            return found
+        for other, form in _other_inputs(model, checkpoint, ids, error):
+            with suppress(AdaptError):
+                found = find_signature(model, other, form)
+                # A model of one sequence does not return logits (B, V) for ids (T, B).
+                if found.last or not form.time_first:
+                    return found, other
         if isinstance(error, NoLogitsError) and not required_arguments(model):
+            longer = random_ids(checkpoint, 0, 2, checkpoint.config.n_positions)
             try:
                 with eval_mode(model), plain_kernels():
-                    CallSignature()(model, random_ids(checkpoint, 0, 2, config.n_positions))
-            except Exception as longer:
-                text = f"model(ids) with {config.n_positions} ids: {describe_error(longer)}"
+                    CallSignature()(model, longer)
+            except Exception as other_error:
+                text = f"model(ids) with {longer.shape[1]} ids: {describe_error(other_error)}"
                 raise NoLogitsError(model, [*error.tried, text]) from None
         raise
 
 
-def _first_signature(
-    model: nn.Module, others: Sequence[Inputs]
-) -> tuple[CallSignature, Tensor] | None:
-    """Return the first signature that works with one of these inputs, and its ids."""
-    for ids, rows, convert in others:
-        with suppress(AdaptError):
-            return find_signature(model, ids, rows, convert), ids
-    return None
+def _other_inputs(
+    model: nn.Module, checkpoint: Checkpoint, ids: Tensor, error: AdaptError
+) -> Iterator[tuple[Tensor, CallSignature]]:
+    """Yield ids and the form in which they are passed, for a model that these ids fail with."""
+    config, plain = checkpoint.config, CallSignature()
+    full_length = random_ids(checkpoint, 0, 2, config.n_positions)
+
+    def one_hot(ids: Tensor) -> Tensor:
+        return F.one_hot(ids, config.vocab_size).to(next(iter(model.parameters())).dtype)
+
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    few = min([16, *filter(None, tables)])
+    for each in (full_length, ids % few, full_length % few):
+        yield each, plain
+    mismatches = re.findall(r"size of tensor \w \((\d+)\)|\bsize (\d+)\b", str(error))
+    lengths = dict.fromkeys(int(number) for pair in mismatches for number in pair if number)
+    for length in lengths:
+        if 0 < length < config.n_positions and length not in _sizes(config):
+            yield random_ids(checkpoint, 0, 2, length), plain
+    for convert in (Tensor.int, Tensor.float, one_hot):
+        yield ids, CallSignature(convert=convert)
+    yield ids, CallSignature(time_first=True)
+    for each in (ids, full_length):
+        yield each, CallSignature(rows=0)
+    for rows in batch_sizes(model):
+        if rows * config.n_positions * config.vocab_size < MOST_LOGITS:
+            full_length = random_ids(checkpoint, 0, rows, config.n_positions)
+            for each in (full_length[:, : ids.shape[1]], full_length):
+                yield each, CallSignature(rows=rows)
 
 
 def _sizes(config: GPT2Config) -> set[int]:

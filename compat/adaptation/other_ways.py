@@ -6,11 +6,12 @@ unknown one, map by the order of calls, or report what single operations of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,10 @@ from compat.adaptation.mapping.by_calls import map_by_calls
 from compat.adaptation.mapping.embeddings import embedding_of
 from compat.adaptation.part import of_part, with_part
 from compat.adaptation.result import Adaptation, Finding
-from compat.adaptation.stages import DIFFERS, Mapped, Run, WithHead, judge, map_graph
-from compat.adaptation.tracing.calling import Wrapped, find_signature
+from compat.adaptation.stages import DIFFERS, GRAPH_ERRORS, Mapped, Run, examine, judge, map_graph
+from compat.adaptation.tracing.calling import CallSignature, Wrapped, find_signature
 from compat.adaptation.tracing.graph import Graph, Place, kind, size
-from compat.adaptation.tracing.record import Untraceable, to_graph
+from compat.adaptation.tracing.record import Untraceable
 from compat.adaptation.tracing.replaced import WithReplaced
 from compat.adaptation.tracing.rewrites import (
     SOFTMAXES,
@@ -51,11 +52,7 @@ from compat.adaptation.tracing.watched import attention_at
 from compat.errors import AdaptError, CompatError
 from compat.loading import load_into
 from compat.name_map import NameMap
-from compat.user_models.eval_mode import eval_mode, restore_weights, saved_weights
-
-# What a graph raises with other values than those it was traced with, and a model of a class of
-# the user's that accepts no further module.
-OF_OTHER_VALUES = (RuntimeError, LookupError, ValueError, TypeError, AttributeError)
+from compat.user_models.eval_mode import restore_weights, saved_weights
 
 # Rewrites of a graph, and whether parts that GPT-2 does not have are accepted after them.
 REWRITES: tuple[tuple[Callable[[Graph], bool], bool], ...] = (
@@ -71,6 +68,21 @@ BY_HAND = (
     "Rewrite this part as GPT-2 computes it, or write the name map by hand and load it with "
     "compat.load_into(model, name_map, source)."
 )
+
+
+@dataclass(frozen=True)
+class _WithHead(Wrapped):
+    """The call of a model that returns hidden states, with the token embedding as its head.
+
+    Args:
+        call: calls the model and returns its hidden states.
+        table: the name of the token embedding.
+    """
+
+    table: str
+
+    def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
+        return self.call(model, ids) @ model.get_parameter(self.table).T
 
 
 @dataclass(frozen=True)
@@ -97,8 +109,8 @@ class _OutputOf(Wrapped):
 
 def judge_with_head(run: Run, error: NoHead) -> Adaptation:
     """Judge a model that returns hidden states with GPT-2's head after it, the token embedding."""
-    run.call = WithHead(run.call, error.table)
-    graph = to_graph(run.model, run.call, run.ids)
+    run.call = _WithHead(run.call, error.table)
+    graph = run.trace()
     adaptation = _examined(run, graph)
     return replace(adaptation, findings=[no_head(graph, error), *adaptation.findings])
 
@@ -130,11 +142,13 @@ def judge_batch_first(run: Run, error: BatchFirst, accepts_others: bool = False)
         module for module in run.model.modules()
         if isinstance(module, nn.MultiheadAttention) and not module.batch_first
     ]  # fmt: skip
-    with _batch_first(modules), suppress(AdaptError):
-        if not modules:
-            return surveyed
+    if not modules:
+        return surveyed
+    with ExitStack() as changed, suppress(AdaptError):
+        for module in modules:
+            changed.enter_context(patch.object(module, "batch_first", True))
         run.call, run.ids = find_call(run.model, run.checkpoint, run.ids)
-        adaptation = _examined(run, to_graph(run.model, run.call, run.ids))
+        adaptation = _examined(run, run.trace())
         return replace(adaptation, findings=[surveyed.findings[0], *adaptation.findings])
     return surveyed
 
@@ -143,25 +157,12 @@ def _of_one_sequence(run: Run, accepts_others: bool) -> Adaptation | None:
     """Judge the model by a call with one sequence; None if it then attends to later tokens too."""
     weights = saved_weights(run.model)
     with suppress(AdaptError):
-        alone = replace(run, call=find_signature(run.model, run.ids, rows=0))
-        graph = to_graph(run.model, alone.call, run.ids)
-        adaptation = judge(alone, map_graph(graph, run.checkpoint, accepts_others))
+        alone = replace(run, call=find_signature(run.model, run.ids, CallSignature(rows=0)))
+        adaptation = examine(alone, accepts_others)
         if all(finding.code != "no_mask" for finding in adaptation.findings):
             return adaptation
     restore_weights(run.model, weights)
     return None
-
-
-@contextmanager
-def _batch_first(modules: Sequence[nn.MultiheadAttention]) -> Iterator[None]:
-    """Let these modules take tensors (B, T, C) in the body."""
-    for module in modules:
-        module.batch_first = True
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.batch_first = False
 
 
 def _map_time_first(run: Run, error: BatchFirst, accepts_others: bool) -> Mapped:
@@ -171,10 +172,10 @@ def _map_time_first(run: Run, error: BatchFirst, accepts_others: bool) -> Mapped
         BatchFirst: called so, the model does not add positions, so it expects ids (B, T).
     """
     try:
-        run.call = find_signature(run.model, run.ids, time_first=True)
+        run.call = find_signature(run.model, run.ids, CallSignature(time_first=True))
     except AdaptError:
         raise error from None
-    mapped = map_graph(to_graph(run.model, run.call, run.ids), run.checkpoint, accepts_others)
+    mapped = map_graph(run.trace(), run.checkpoint, accepts_others)
     tables = [mapped.assignments.by_tensor.get(name) for name in ("wte.weight", "wpe.weight")]
     if tables[0] is not None:
         (table,), positions = tables[0][0], tables[1][0][0] if tables[1] else None
@@ -234,7 +235,7 @@ def _rewritten(
     run: Run, rewrite: Callable[[Graph], bool], accepts_others: bool
 ) -> Adaptation | None:
     """Judge the model by its graph after a rewrite; None if the rewrite does not apply to it."""
-    graph = to_graph(run.model, run.call, run.ids)
+    graph = run.trace()
     if not rewrite(graph):
         return None
     try:
@@ -246,7 +247,7 @@ def _rewritten(
 
 def _survey(run: Run, error: UnknownPart) -> Adaptation:
     """Report the deviations that the graph shows, without a map. The model keeps its weights."""
-    graph = to_graph(run.model, run.call, run.ids)
+    graph = run.trace()
     attention = _unused_attention(run, graph, error)
     findings = survey(graph, run.model, run.config, error, graph.nodes, attention=attention)
     return run.result(NameMap(()), None, findings, names_without_tied_head(run.checkpoint))
@@ -266,18 +267,18 @@ def _with_own_part(run: Run, error: UnknownPart) -> Adaptation:
     Raises:
         AdaptError: the rest cannot be mapped either.
     """
-    graph = to_graph(run.model, run.call, run.ids)
+    graph = run.trace()
     if isinstance(error, UnknownHead):
         return _with_own_head(run, graph, error)
     unused = _unused_attention(run, graph, error)
     before = saved_weights(run.model)
-    with suppress(CompatError, *OF_OTHER_VALUES):
+    with suppress(CompatError, *GRAPH_ERRORS):
         if not unused:
             return _with_own_attention(run, graph, error)
     restore_weights(run.model, before)
     try:
         return _with_own_blocks(run, graph, error, unused)
-    except OF_OTHER_VALUES:
+    except GRAPH_ERRORS:
         raise error from None
 
 
@@ -354,7 +355,7 @@ def _finds_other_layers(adaptation: Adaptation) -> bool:
 
 def _judge_partly(run: Run) -> Adaptation:
     """Judge a model, and accept parts that GPT-2 does not have if it is not mapped without."""
-    graph = to_graph(run.model, run.call, run.ids)
+    graph = run.trace()
     try:
         return judge(run, map_graph(graph, run.checkpoint))
     except UnknownPart:
@@ -395,8 +396,8 @@ def _judge_module(run: Run, module: nn.Module, part: str) -> Adaptation:
 
 def _with_own_head(run: Run, graph: Graph, error: UnknownHead) -> Adaptation:
     """Judge the model with the token embedding as its head."""
-    own = replace(run, call=WithHead(_OutputOf(run.call, error.module), error.table))
-    adaptation = _examined(own, to_graph(own.model, own.call, own.ids))
+    own = replace(run, call=_WithHead(_OutputOf(run.call, error.module), error.table))
+    adaptation = _examined(own, own.trace())
     nodes = after(graph, error.nodes)
     surveyed = survey(graph, run.model, run.config, error, nodes, replaced_by="head")
     findings = _beside_own(adaptation.findings, surveyed, "head")
@@ -436,8 +437,7 @@ def judge_by_calls(run: Run, error: Untraceable, must_agree: bool = False) -> Ad
         ) from error
     load_into(run.model, name_map, run.checkpoint)
     reference = run.reference()
-    with eval_mode(run.model):
-        own = run.call(run.model, run.ids)
+    own = run.logits(run.ids)
     expected = reference.trace(run.ids)[0]["logits"][:, -own.shape[1] :]
     if must_agree and (own.shape != expected.shape or relative_rms(own, expected) > DIFFERS):
         raise error

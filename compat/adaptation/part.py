@@ -14,11 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.adaptation.result import Adaptation
-from compat.adaptation.tracing.calling import (
-    MASKS,
-    describe_error,
-    required_arguments,
-)
+from compat.adaptation.tracing.calling import MASKS, describe_error, required_arguments
 from compat.config import GPT2Config
 from compat.dialects.linear import GPTModel
 from compat.errors import AdaptError

@@ -31,22 +31,12 @@ from compat.adaptation.mapping.assignments import (
     find_assignments,
     names_without_tied_head,
 )
-from compat.adaptation.mapping.module_taps import module_taps
-from compat.adaptation.mapping.taps import find_taps
+from compat.adaptation.mapping.taps import find_taps, module_taps
 from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.tracing.calling import CallSignature, Forward, Wrapped
 from compat.adaptation.tracing.graph import Graph, size
 from compat.adaptation.tracing.record import to_graph
-from compat.adaptation.tracing.rewrites import (
-    add_attention_first,
-    add_biases_to_projections,
-    drop_repetitions_by_one,
-    keep_every_position,
-    lift_derived_weights,
-    look_up_rows,
-    remove_output_softmax,
-    split_stacked_parameters,
-)
+from compat.adaptation.tracing.rewrites import normalize
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import saved_name
 from compat.config import GPT2Config
@@ -71,6 +61,9 @@ MOST_TRAINED = 50_000_000
 LONGEST = 700
 # The relative RMS error above which two calls compute different logits.
 DIFFERS = 1e-3
+# What a graph of an unknown form raises, one with other values than those it was traced with, and a
+# model of a class of the user's that accepts no further module.
+GRAPH_ERRORS = (RuntimeError, LookupError, ValueError, TypeError, AttributeError)
 
 Progress = Callable[[str], object]
 MakeReference = Callable[[Checkpoint, torch.dtype], Reference]
@@ -90,21 +83,6 @@ def timed(seconds: Stages, stage: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[stage] = round(time.perf_counter() - start, 3)
-
-
-@dataclass(frozen=True)
-class WithHead(Wrapped):
-    """The call of a model that returns hidden states, with the token embedding as its head.
-
-    Args:
-        call: calls the model and returns its hidden states.
-        table: the name of the token embedding.
-    """
-
-    table: str
-
-    def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
-        return self.call(model, ids) @ model.get_parameter(self.table).T
 
 
 @dataclass
@@ -130,6 +108,13 @@ class Run:
 
     def reference(self) -> Reference:
         return self.make_reference(self.checkpoint, next(iter(self.model.parameters())).dtype)
+
+    def trace(self) -> Graph:
+        return to_graph(self.model, self.call, self.ids)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        with eval_mode(self.model):
+            return self.call(self.model, ids)
 
     def result(
         self,
@@ -173,13 +158,7 @@ def map_graph(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> Ma
     """
     config = checkpoint.config
     try:
-        split_stacked_parameters(graph)
-        add_biases_to_projections(graph)
-        add_attention_first(graph)
-        drop_repetitions_by_one(graph)
-        look_up_rows(graph)
-        lift_derived_weights(graph)
-        last_only, output_softmax = keep_every_position(graph), remove_output_softmax(graph)
+        last_only, output_softmax = normalize(graph)
         anatomy = dissect(graph, partial)
         width = size(graph.output)[-1]
         if width not in (anatomy.vocabulary, config.vocab_size) and 2 * width < anatomy.vocabulary:
@@ -192,7 +171,7 @@ def map_graph(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> Ma
         assignments = find_assignments(anatomy, places, config, partial)
         assignments.output_softmax = output_softmax
         unmatched = drop_misfits(graph, assignments, checkpoint)
-    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
+    except GRAPH_ERRORS as error:
         raise AdaptError(
             "the model's graph has a form that compat does not know, which raised "
             f"{type(error).__name__}: {error}. Report it to the authors of compat, with the model."
@@ -242,10 +221,8 @@ def judge(run: Run, mapped: Mapped) -> Adaptation:
         findings = diagnose(context, run.call, run.ids, training, reference, taps, report, logits)
     if any(f.code == "unexplained" for f in findings) and context.failed_input:
         if (longer := _longer_ids(run, reference)) is not None:
-            longer_run = replace(run, ids=longer)
             with suppress(AdaptError):
-                graph = to_graph(model, run.call, longer)
-                return judge(longer_run, map_graph(graph, run.checkpoint))
+                return examine(replace(run, ids=longer))
     if report is not None and report.passed and all(f.severity != "breaks" for f in findings):
         if sum(p.numel() for p in model.parameters()) <= MOST_TRAINED:
             with timed(run.seconds, "gradients"):
@@ -263,18 +240,22 @@ def judge(run: Run, mapped: Mapped) -> Adaptation:
     return run.result(name_map, report, findings, mapped.unmatched.names, in_modules)
 
 
+def examine(run: Run, partial: bool = False) -> Adaptation:
+    """Trace, map and judge a model. See `map_graph` for `partial`."""
+    return judge(run, map_graph(run.trace(), run.checkpoint, partial))
+
+
 def _without_targets(run: Run, findings: Sequence[Finding]) -> list[Finding]:
     """Return what breaks parity only in the call without targets, of the last position."""
     assert run.signature is not None
     plain: Forward = run.signature.without_targets()
     if isinstance(run.call, Wrapped):
         plain = replace(run.call, call=plain)
+    of_last = replace(run, call=plain)
     with suppress(Exception):  # the call may require targets
-        with eval_mode(run.model):
-            with_targets, without = (call(run.model, run.ids)[:, -1:] for call in (run.call, plain))
+        with_targets, without = (each.logits(run.ids)[:, -1:] for each in (run, of_last))
         if relative_rms(without, with_targets) > DIFFERS:
-            graph = to_graph(run.model, plain, run.ids)
-            adaptation = judge(replace(run, call=plain), map_graph(graph, run.checkpoint))
+            adaptation = examine(of_last)
             known = {finding.code for finding in findings}
             return [
                 replace(f, message=f"{f.message} (in the call without targets)")
@@ -288,8 +269,7 @@ def _length_error(run: Run) -> Exception | None:
     T = run.ids.shape[1]
     if T > 1:
         try:
-            with eval_mode(run.model):
-                run.call(run.model, run.ids[:, : T - 1])
+            run.logits(run.ids[:, : T - 1])
         except Exception as error:
             return error
     return None
@@ -306,8 +286,7 @@ def _float64_weights(reference: Reference) -> dict[str, Tensor]:
 
 def _noise(run: Run) -> str:
     """Return the difference between two runs in eval mode, in words."""
-    with eval_mode(run.model):
-        one, two = run.call(run.model, run.ids), run.call(run.model, run.ids)
+    one, two = run.logits(run.ids), run.logits(run.ids)
     return f"two runs in eval mode differ by up to {(one - two).abs().max().item():.2g}"
 
 
@@ -329,8 +308,7 @@ def _longer_ids(run: Run, reference: Reference) -> Tensor | None:
     while length <= min(LONGEST, run.config.n_positions):
         ids = random_ids(run.checkpoint, 0, 2, example_length(run.config, length))
         try:
-            with eval_mode(run.model):
-                own = run.call(run.model, ids)
+            own = run.logits(ids)
         except Exception:  # the comparison of logits has reported it
             return None
         expected = reference.trace(ids)[0]["logits"][:, -own.shape[1] :]

@@ -6,11 +6,11 @@ by their connection to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -23,10 +23,12 @@ from compat.adaptation.tracing.graph import (
     Graph,
     adds_two,
     aten,
+    insert,
     kind,
     live_inputs,
     live_users,
     random_values,
+    reached,
     reads_parameter,
     size,
     tensor_inputs,
@@ -231,7 +233,6 @@ class Anatomy:
         layers: the blocks, in their order.
         xf: the input of the head, tap `ln_f`.
         head: the projection to the vocabulary.
-        logits: the output.
         width: C, that of the residual stream.
         table_width: that of the token table.
         vocabulary: rows of the token table.
@@ -247,7 +248,6 @@ class Anatomy:
     layers: list[Layer]
     xf: Node
     head: Node
-    logits: Node
     width: int
     table_width: int
     vocabulary: int
@@ -259,6 +259,36 @@ class Anatomy:
         return self.table_width if self.own_input is None else size(self.embed)[-1]
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """The projections that compute q, k and v, and the tensors that they project.
+
+    Args:
+        qkv: the projections.
+        x1: their input.
+        raw: the input of some of them, from which x1 is computed, as without the norm; or None.
+    """
+
+    qkv: list[Node]
+    x1: Node
+    raw: Node | None = None
+
+
+@dataclass(frozen=True)
+class _Mlp:
+    """The projections of an MLP. Without any, the branch has an unknown structure or is missing.
+
+    Args:
+        fc, gate, proj: the first projection, one beside it that multiplies its result, the last.
+        others: projections that GPT-2 does not have.
+    """
+
+    fc: Node | None = None
+    gate: Node | None = None
+    proj: Node | None = None
+    others: Sequence[Node] = ()
+
+
 class GraphIndex:
     """The projections, products and embeddings of a graph, and how they are connected.
 
@@ -267,6 +297,7 @@ class GraphIndex:
         products: every contraction among them.
         projections: products of a live tensor with parameters.
         mixers: products of two live tensors, and fused attention kernels.
+        ends: all of these, and embeddings.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -287,6 +318,7 @@ class GraphIndex:
                     continue  # the scores or the probabilities of the heads are mixed
                 elif graph.parameters_of[found.b if live[0] else found.a]:
                     self.projections.add(node)
+        self.ends = {*self.projections, *self.mixers, *filter(self.embeds, self.live)}
 
     def before_moves(self, node: Node) -> Node:
         """Return the node whose elements this node has moved; itself if it moves none."""
@@ -301,15 +333,8 @@ class GraphIndex:
 
     def frontier(self, node: Node) -> set[Node]:
         """Return the nearest projections, mixers and embeddings that a node is computed from."""
-        stack, seen, found = [node], set(), set()
-        while stack:
-            node = stack.pop()
-            if node in self.projections or node in self.mixers or self.embeds(node):
-                found.add(node)
-            elif node not in seen:
-                seen.add(node)
-                stack += live_inputs(self.graph, node)
-        return found
+        above = reached([node], lambda n: [] if n in self.ends else live_inputs(self.graph, n))
+        return above & self.ends
 
     def sources(self, node: Node) -> set[Node]:
         """Return the frontier of a product's live operands."""
@@ -433,15 +458,11 @@ class _Dissection:
         between = graph.parameters_between([self.index.input_of(head)], [embed])
         if not levels and any(graph.values[node].ndim > 1 for node in between):
             raise self._no_attention()
-        inputs = [self._inputs(i, attention_ops) for i, attention_ops in enumerate(levels)]
-        if inputs and self.width not in size(inputs[0][1]):  # a narrow table is projected
-            self.width = prod(size(inputs[0][1])) // prod(graph.shape)
-        layers = []
-        for i, attention_ops in enumerate(levels):
-            last = i + 1 == len(levels)
-            until = [head] if last else [op.product for op in levels[i + 1]]
-            after = {head} if last else {head, *inputs[i + 1][0]}
-            layers.append(self._layer(i, attention_ops, *inputs[i], until, after))
+        self.levels, self.head = levels, head
+        self.inputs = [self._inputs(i, attention_ops) for i, attention_ops in enumerate(levels)]
+        if levels and self.width not in size(self.inputs[0].x1):  # a narrow table is projected
+            self.width = prod(size(self.inputs[0].x1)) // prod(graph.shape)
+        layers = [self._layer(i) for i in range(len(levels))]
         found = size(tokens)[-1]
         table_width = found if found % self.width else self.width  # it may join the tokens
         rows = prod(size(self._table(tokens))) // table_width
@@ -450,8 +471,8 @@ class _Dissection:
         leading = [n for n in self.index.live if n in first & self.index.projections]
         leading = [n for n in leading if self._changes(n, embed, layers[0].x1)]
         return Anatomy(
-            graph, tokens, looked_up, embed, own_input, layers, xf, head, graph.output, self.width,
-            table_width, rows, leading,
+            graph, tokens, looked_up, embed, own_input, layers, xf, head, self.width, table_width,
+            rows, leading,
         )  # fmt: skip
 
     def _changes(self, node: Node, start: Node, end: Node) -> bool:
@@ -482,19 +503,16 @@ class _Dissection:
 
     def _check_own_keys(self, attention_ops: list[AttentionOp]) -> None:
         """Refuse keys and values that a layer takes over from an earlier one."""
+        # What computes keys and values, down to the nearest projections.
+        read = [[self.index.frontier(o.node) for o in (op.k, op.v)] for op in attention_ops]
         for (i, first), (j, op) in combinations(enumerate(attention_ops), 2):
             is_later = first.product in self.graph.ancestors[op.product]
-            keys, values = self._keys_and_values(op)
-            if keys and is_later and [keys, values] == self._keys_and_values(first):
+            if read[j][0] and is_later and read[i] == read[j]:
                 raise UnknownPart(
                     f"attention {j + 1}{self.graph.at(op.product)} reads the keys and values of "
                     f"attention {i + 1}, but in GPT-2 each layer projects its own",
                     [op.product],
                 )
-
-    def _keys_and_values(self, op: AttentionOp) -> list[set[Node]]:
-        """Return what computes keys and values, down to the nearest projections."""
-        return [self.index.frontier(operand.node) for operand in (op.k, op.v)]
 
     def _is_cross(self, op: AttentionOp) -> bool:
         """Return whether keys and values are projected from another tensor than the queries."""
@@ -539,9 +557,7 @@ class _Dissection:
         product = op.product
         if op.scores is not None and name == "k":
             return op  # the product of q with itself
-        with product.graph.inserting_before(product):
-            copy = product.graph.call_function(aten.clone.default, (operand.node,))
-        copy.meta = dict(operand.node.meta)
+        copy = insert(product, aten.clone.default, (operand.node,), operand.node)
         if op.scores is None:
             product.update_arg("qkv".index(name), copy)
         else:
@@ -570,14 +586,15 @@ class _Dissection:
 
     def _levels(self, attention_ops: list[AttentionOp]) -> list[list[AttentionOp]]:
         """Return the operations by layer; the heads of a layer do not depend on each other."""
-        above = self.graph.ancestors
-        level: dict[Node, int] = {}
+        above, levels = self.graph.ancestors, list[list[AttentionOp]]()
         for op in attention_ops:
-            before = [level[c.product] for c in attention_ops if c.product in above[op.product]]
-            level[op.product] = max(before, default=-1) + 1
-        levels: list[list[AttentionOp]] = [[] for _ in range(max(level.values(), default=-1) + 1)]
-        for op in attention_ops:
-            levels[level[op.product]].append(op)
+            before = [
+                i for i, level in enumerate(levels)
+                if any(other.product in above[op.product] for other in level)
+            ]  # fmt: skip
+            own = max(before, default=-1) + 1
+            levels += [[]] if own == len(levels) else []
+            levels[own].append(op)
         return levels
 
     def _embedding(self) -> tuple[Node, Node]:
@@ -591,22 +608,23 @@ class _Dissection:
             raise AdaptError(
                 "the model has no token embedding. No table of parameters is looked up by the ids"
             )
-        embed, users = tables[0], {*live_users(self.graph, tables[0])}
-        while users:  # of what the embedding computes; the only one is where all paths meet
-            node = min(users, key=self.graph.order.__getitem__)
-            if not self._continues_embedding(node, set(tables)):
+        embed = tables[0]
+        for node, is_meeting in self._below(embed):
+            moves = kind(node) in MOVES or kind(node) == "getitem"
+            inputs = live_inputs(self.graph, node) if kind(node) in EMBEDDINGS else ()
+            if not moves and not (inputs and all(index.frontier(a) <= {*tables} for a in inputs)):
                 break
-            if len(users) == 1 and prod(size(node)) == prod(size(embed)):
+            if is_meeting and prod(size(node)) == prod(size(embed)):
                 embed = node
-            users = users - {node} | {*live_users(self.graph, node)}
         return tables[0], embed
 
-    def _continues_embedding(self, user: Node, tables: set[Node]) -> bool:
-        if kind(user) in MOVES or kind(user) == "getitem":
-            return True
-        if kind(user) not in EMBEDDINGS:
-            return False
-        return all(self.index.frontier(a) <= tables for a in live_inputs(self.graph, user))
+    def _below(self, start: Node) -> Iterator[tuple[Node, bool]]:
+        """Yield what depends on a node, in order, and whether all paths from it meet there."""
+        users = {*live_users(self.graph, start)}
+        while users:
+            node = min(users, key=self.graph.order.__getitem__)
+            yield node, len(users) == 1
+            users = users - {node} | {*live_users(self.graph, node)}
 
     def _later_sum(self, looked_up: Node) -> tuple[Node, Node] | None:
         """Return the sum with positions behind a norm or a projection, and its own operand."""
@@ -614,17 +632,14 @@ class _Dissection:
         before = graph.between([looked_up], [graph.input])
         if any(is_table_of_positions(graph, node) for node in before):
             return None
-        users = {*live_users(graph, looked_up)}
-        while users:
-            node = min(users, key=graph.order.__getitem__)
+        for node, is_meeting in self._below(looked_up):
             if node in self.index.mixers:
                 return None
-            if len(users) == 1 and kind(node) in ("add", "cat"):
+            if is_meeting and kind(node) in ("add", "cat"):
                 inputs = [a for a in tensor_inputs(node) if a in graph.live]
                 positions = (is_table_of_positions(graph, a) for a in tensor_inputs(node))
                 if len(inputs) == 1 and any(positions):
                     return node, inputs[0]
-            users = users - {node} | {*live_users(graph, node)}
         return None
 
     def _table(self, node: Node) -> Node:
@@ -635,17 +650,14 @@ class _Dissection:
         return found.b if found.a in self.graph.live else found.a
 
     def _head(self, tokens: Node) -> Node:
+        """Return the projection that computes the output, or raise the error of its structure."""
         found = sorted(self.index.frontier(self.graph.output), key=self.graph.order.__getitem__)
         with_attention = [n for n in found if n in self.index.projections
                           and self.graph.ancestors[n] & self.index.mixers]  # fmt: skip
         if self.partial and len(with_attention) == 1:
             return with_attention[0]  # other terms may be added to the logits
-        if len(found) != 1 or found[0] not in self.index.projections:
-            self._raise_for_head(tokens, found)
-        return found[0]
-
-    def _raise_for_head(self, tokens: Node, found: list[Node]) -> NoReturn:
-        """Raise the error for an output that these nodes compute."""
+        if len(found) == 1 and found[0] in self.index.projections:
+            return found[0]
         message = (
             "the model has no language-model head. One projection to the vocabulary was "
             f"expected, but {len(found)} operations compute the output{self.graph.at(*found)}"
@@ -660,24 +672,21 @@ class _Dissection:
             raise UnknownHead(message, found, name, modules[-1])
         raise AdaptError(message)
 
-    def _layer(
-        self,
-        i: int,
-        attention_ops: list[AttentionOp],
-        qkv: list[Node],
-        x1: Node,
-        raw: Node | None,
-        until: list[Node],
-        after: set[Node],
-    ) -> Layer:
-        """Build a layer, which ends before the products `until` and the projections `after`."""
+    def _layer(self, i: int) -> Layer:
+        """Build a layer, which ends before the next layer's attention or the head."""
         index, above = self.index, self.graph.ancestors
+        attention_ops, inputs = self.levels[i], self.inputs[i]
         products = {op.product for op in attention_ops}
-        following = set().union(*(above[n] for n in until)) - above[qkv[0]]
+        until, after = [self.head], {self.head}
+        if i + 1 < len(self.levels):
+            until = [op.product for op in self.levels[i + 1]]
+            after |= {*self.inputs[i + 1].qkv}
+        following = set().union(*(above[n] for n in until)) - above[inputs.qkv[0]]
         cross = [c for c in self.cross if c.product in following and products & above[c.product]]
-        out_projs, second, rest = self._projections_of(i, products, qkv, x1, following, after)
-        fc, gate, mlp_proj, *extra = self._mlp(i, rest, until)
-        extra += second  # further projections of what attention computes
+        out_projs, second, rest = self._projections_of(i, products, following, after)
+        found = self._mlp(i, rest, until)
+        fc, mlp_proj = found.fc, found.proj
+        extra = [*found.others, *second]  # `second` project what attention computes
         unknown = [n for n in rest if n not in extra] if fc is None else []
         if out_projs:  # the single one, or where those of several heads are joined
             joined = self._joined(out_projs)
@@ -691,7 +700,7 @@ class _Dissection:
         else:
             projected = self._joined_heads(attention_ops)
         attn = self._with_bias(second[-1]) if second else projected
-        attn_sum = self._with_own_input(self._sum(attn, products, until), x1)
+        attn_sum = self._with_own_input(self._sum(attn, products, until), inputs.x1)
         x2 = act = fc_end = end = attn_sum.node
         mlp_sum = Sum(end, end, end)
         if fc is not None:
@@ -723,10 +732,10 @@ class _Dissection:
             attention_ops=attention_ops,
             cross=cross,
             cross_sum=self._sum(cross[-1].product, cross_products, until) if cross else None,
-            qkv=qkv,
-            qkv_ends=[self._with_bias(node) for node in qkv],
-            x1=x1,
-            raw=raw,
+            qkv=inputs.qkv,
+            qkv_ends=[self._with_bias(node) for node in inputs.qkv],
+            x1=inputs.x1,
+            raw=inputs.raw,
             out_proj=out_projs[-1] if out_projs else None,
             heads=index.operands(out_projs[-1])[0] if out_projs else attn,
             projected=projected,
@@ -740,24 +749,19 @@ class _Dissection:
             mlp=end,
             mlp_sum=mlp_sum,
             parallel=bool(mlp) and not products & above[mlp[0]],
-            gate=gate,
-            extra=[node for node in extra if node is not None],
-            extra_ends={node: self._with_bias(node) for node in extra if node is not None},
+            gate=found.gate,
+            extra=extra,
+            extra_ends={node: self._with_bias(node) for node in extra},
             unknown=unknown,
         )
 
     def _projections_of(
-        self,
-        i: int,
-        products: set[Node],
-        qkv: list[Node],
-        x1: Node,
-        following: set[Node],
-        after: set[Node],
+        self, i: int, products: set[Node], following: set[Node], after: set[Node]
     ) -> tuple[list[Node], list[Node], list[Node]]:
         """Return the output projections of a layer, those that follow them, and the MLP's."""
         graph, index = self.graph, self.index
-        gates = self._gates(products, {*qkv}, x1) if self.partial else set()
+        qkv = {*self.inputs[i].qkv}
+        gates = self._gates(products, qkv, self.inputs[i].x1) if self.partial else set()
         out_projs = [
             n for n in index.live
             if n in index.projections - after and index.sources(n) <= products | gates
@@ -765,11 +769,11 @@ class _Dissection:
         ]  # fmt: skip
         projections = index.projections - self._of_cross_attention()
         if self.partial and not out_projs:  # another tensor may be added to the heads
-            others = following & projections - after - {*qkv} - gates
+            others = following & projections - after - qkv - gates
             reading = [n for n in others if index.sources(n) & products]
             reading = [n for n in reading if others.isdisjoint(graph.ancestors[n])]
             out_projs = reading if len(reading) == 1 and len(others) > 2 else []
-        mlp = (following & projections) - {*qkv, *out_projs, *after, *gates}
+        mlp = (following & projections) - {*out_projs} - qkv - after - gates
         if not mlp and not self.partial:
             raise UnknownPart(
                 f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
@@ -781,7 +785,7 @@ class _Dissection:
         ordered = sorted(mlp, key=graph.order.__getitem__)
         second = self._second_out_projs(out_projs, ordered) if self.partial else []
         rest = [n for n in ordered if n not in second]
-        if len(rest) == 1 and index.sources(rest[0]) and index.sources(rest[0]) <= {*qkv}:
+        if len(rest) == 1 and index.sources(rest[0]) and index.sources(rest[0]) <= qkv:
             raise UnknownPart(
                 f"layer {i}: the MLP{graph.at(*rest)} reads a part of the projection of q, k and "
                 "v, but GPT-2's MLP has its own projection of the stream that includes attention",
@@ -818,13 +822,8 @@ class _Dissection:
         found = size(projection)[-1]
         return found > self.width or (following == 1 and found != self.width)
 
-    def _inputs(
-        self, i: int, attention_ops: list[AttentionOp]
-    ) -> tuple[list[Node], Node, Node | None]:
-        """Return the projections that compute q, k and v, and the one tensor that they project.
-
-        Some may project the tensor from which the others' input is computed, as without the norm.
-        """
+    def _inputs(self, i: int, attention_ops: list[AttentionOp]) -> _Inputs:
+        """Return the projections that compute q, k and v, and the one tensor that they project."""
         index = self.index
         operands = [o.node for c in attention_ops for o in (c.q, c.k, c.v)]
         if self.partial:
@@ -852,13 +851,13 @@ class _Dissection:
             is_norm = any(kind(n) in REDUCTIONS for n in inner)
             is_norm = is_norm and not {*inner} & (index.projections | index.mixers)
             if raw in self.graph.ancestors[x1] and is_norm:
-                return ordered, x1, raw
+                return _Inputs(ordered, x1, raw)
         if self.partial and len(inputs) > 1:  # values of earlier layers may be added
             x1 = max(inputs, key=self.graph.order.__getitem__)
             own = [n for n in ordered if index.input_of(n) is x1]
             above = self.graph.ancestors
             if all(above[o] & {*own} for o in operands) and inputs - {x1} <= above[x1]:
-                return own, x1, None
+                return _Inputs(own, x1)
         if len(inputs) > 1 and self.partial and (start := self._meeting(inputs)) is not None:
             between = self.graph.between(operands, [start])
             inputs = {index.before_moves(start)}
@@ -879,7 +878,7 @@ class _Dissection:
             x1 = index.input_of(next(iter(first)))
             between = self.graph.between(operands, [x1])
             ordered = sorted(index.projections & {*between}, key=self.graph.order.__getitem__)
-        return ordered, x1, None
+        return _Inputs(ordered, x1)
 
     def _is_latent(self, x1: Node, first: set[Node], attention_ops: list[AttentionOp]) -> bool:
         """Return whether `first` project to the input of q, k and v, and no later sum is as wide.
@@ -921,54 +920,17 @@ class _Dissection:
             found.append(node)
         return found
 
-    def _mlp(self, i: int, found: list[Node], until: list[Node]) -> list[Node | None]:
-        """Return the MLP's projections: the first, a gate beside it, the last, and then others.
-
-        The first three are None where a block lacks them, and for a branch of unknown structure.
-        """
+    def _mlp(self, i: int, found: list[Node], until: list[Node]) -> _Mlp:
+        """Return the MLP among the projections between a layer's attention and `until`."""
         sources = self.index.sources
-        if self.partial and len(found) == 1 and self._chooses_parameters(found[0], until):
-            return [None, None, None]
-        if self.partial and len(found) < 2:
-            return [*found, None, None, None][:3]
         if len(found) == 2 and sources(found[1]) <= {found[0]}:
-            return [found[0], None, found[1]]
-        last = self._last_mlp(found) if self.partial else None
-        if last is not None and last[0] is not None and not self._is_one_branch(found, until):
-            if size(last[0])[-1] > size(found[0])[-1]:  # an MLP is wider than other branches
-                return last
-        gated = len(found) > 2 and sources(found[2]) == set(found[:2])
-        if last is not None and len(last) == 4 and last[2] is not None and last[3] is not None:
-            of_gate = size(last[3])[-1] == self.width and self._multiplied(last[2], last[3])
-            if of_gate and self._is_one_branch(found, until):
-                return last  # the result of the MLP is multiplied by a gate
-        beside = gated and any(not sources(n) & {*found} for n in found[3:])  # as other experts
-        if self.partial and beside and self._is_one_branch(found, until):
-            return [None, None, None]
-        if self.partial and gated:
-            return [found[0], found[1], found[2], *found[3:]]
-        if self.partial and len(found) > 2 and sources(found[1]) == sources(found[2]) == {found[0]}:
-            if self._multiplied(found[1], found[2]):  # nothing projects the product
-                return [found[0], found[2], found[1], *found[3:]]
-        if self.partial and len(found) > 2 and sources(found[1]) == {found[0]}:
-            chain = [found[0]]  # an MLP with more than two projections
-            for node in found[1:]:
-                chain += [node] if sources(node) == {chain[-1]} else []
-            inner = size(chain[0])[-1]
-            wide = [n for n in chain[1:] if size(self.index.input_of(n))[-1] == inner]
-            end = wide[-1] if wide else chain[-1]  # before an adapter, which is narrower
-            return [chain[0], None, end, *(n for n in found if n not in (chain[0], end))]
-        if self.partial and self._is_one_branch(found, until):
-            return [None, None, None]
-        for n in range(len(found) - 1, 2, -1) if self.partial else ():  # others follow the branch
-            if self._is_one_branch(found[:n], found[n : n + 1]):
-                return [None, None, None, *found[n:]]
-        if last is not None:
-            return last
+            return _Mlp(found[0], None, found[1])
+        if self.partial and (other := self._other_mlp(found, until)) is not None:
+            return other
         why = ""
         if len(found) == 2:
             why = ". The second one has inputs beside the result of the first"
-        elif gated:
+        elif self._begins_gated(found):
             why = ". This is a gated MLP, as in LLaMA"
         elif len(found) > 2:
             why = ". More than an MLP is run between two attentions or before the head"
@@ -978,13 +940,53 @@ class _Dissection:
             found,
         )
 
+    def _begins_gated(self, found: list[Node]) -> bool:
+        """Return whether the first two projections are multiplied and then projected."""
+        return len(found) > 2 and self.index.sources(found[2]) == {*found[:2]}
+
+    def _other_mlp(self, found: list[Node], until: list[Node]) -> _Mlp | None:
+        """Return an MLP that GPT-2 does not have; None if its projections are not known."""
+        sources = self.index.sources
+        if len(found) == 1 and self._chooses_parameters(found[0], until):
+            return _Mlp()
+        if len(found) < 2:
+            return _Mlp(found[0] if found else None)
+        first, is_branch = found[0], self._is_one_branch(found, until)
+        last = self._last_mlp(found)
+        if last is not None:
+            others = last.others  # an MLP is wider than other branches
+            if not is_branch and size(found[len(others)])[-1] > size(first)[-1]:
+                return last
+            if is_branch and len(others) == 1 and size(others[0])[-1] == self.width:
+                if self._multiplied(found[-1], others[0]):
+                    return last  # the result of the MLP is multiplied by a gate
+        if self._begins_gated(found):
+            beside = any(not sources(n) & {*found} for n in found[3:])  # as other experts
+            return _Mlp() if beside and is_branch else _Mlp(first, found[1], found[2], found[3:])
+        if len(found) > 2 and sources(found[1]) == {first}:
+            if sources(found[2]) == {first} and self._multiplied(found[1], found[2]):
+                return _Mlp(first, found[2], found[1], found[3:])  # nothing projects the product
+            chain = [first]  # an MLP with more than two projections
+            for node in found[1:]:
+                chain += [node] if sources(node) == {chain[-1]} else []
+            inner = size(first)[-1]
+            wide = [n for n in chain[1:] if size(self.index.input_of(n))[-1] == inner]
+            end = wide[-1] if wide else chain[-1]  # before an adapter, which is narrower
+            return _Mlp(first, None, end, [n for n in found if n not in (first, end)])
+        if is_branch:
+            return _Mlp()
+        for n in range(len(found) - 1, 2, -1):  # others follow the branch
+            if self._is_one_branch(found[:n], found[n : n + 1]):
+                return _Mlp(others=found[n:])
+        return last
+
     def _chooses_parameters(self, router: Node, until: list[Node]) -> bool:
         """Return whether parameters are looked up by a projection's result, as those of experts."""
         above = self.graph.ancestors
         following = set().union(*(above[node] for node in until))
         return any(router in above[node] and self.index.embeds(node) for node in following)
 
-    def _last_mlp(self, found: list[Node]) -> list[Node | None] | None:
+    def _last_mlp(self, found: list[Node]) -> _Mlp | None:
         """Return an MLP that ends a block, and the projections of other branches before it."""
         sources = self.index.sources
         for n in range(1, len(found) - 1):
@@ -992,9 +994,9 @@ class _Dissection:
             if any(not self.graph.ancestors[node].isdisjoint(mlp) for node in others):
                 continue
             if len(mlp) == 2 and sources(mlp[1]) == {mlp[0]}:
-                return [mlp[0], None, mlp[1], *others]
-            if len(mlp) == 3 and sources(mlp[2]) == {mlp[0], mlp[1]}:
-                return [*mlp, *others]
+                return _Mlp(mlp[0], None, mlp[1], others)
+            if len(mlp) == 3 and self._begins_gated(mlp):
+                return _Mlp(mlp[0], mlp[1], mlp[2], others)
         return None
 
     def _multiplied(self, one: Node, other: Node) -> bool:
@@ -1025,20 +1027,28 @@ class _Dissection:
         above, wanted = self.graph.ancestors, {*projections}
         return next((n for n in self.index.live if wanted - {n} <= above[n]), None)
 
-    def _activated(self, node: Node) -> Node:
-        """Return the result of the activation after a projection."""
-        while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) in ACTIVATIONS:
+    def _last_user(self, node: Node, kinds: Container[str], of_parameters: bool = False) -> Node:
+        """Return the last of a chain of operations of some kinds, each the only user of the last.
+
+        Args:
+            node: where the chain begins; returned if its user is not such an operation.
+            kinds: the kinds of operations.
+            of_parameters: their only other operand has to be a parameter.
+        """
+        while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) in kinds:
+            if of_parameters and not reads_parameter(self.graph, users[0]):
+                break
             [node] = users
         return node
+
+    def _activated(self, node: Node) -> Node:
+        """Return the result of the activation after a projection."""
+        return self._last_user(node, ACTIVATIONS)
 
     def _joined_heads(self, attention_ops: list[AttentionOp]) -> Node:
         """Return the concatenated heads, the result of attention without an output projection."""
         node = max((op.out.node for op in attention_ops), key=self.graph.order.__getitem__)
-        while True:
-            users = live_users(self.graph, node)
-            if len(users) != 1 or kind(users[0]) not in MOVES | {"cat", "getitem", "stack"}:
-                return node
-            node = users[0]
+        return self._last_user(node, MOVES | {"cat", "getitem", "stack"})
 
     def _with_bias(self, node: Node) -> Node:
         """Return the result of a projection, after a bias that is added in its own operation."""
@@ -1055,15 +1065,10 @@ class _Dissection:
 
     def _summed(self, node: Node) -> Node:
         """Return the sum over the heads of an output projection that keeps them apart."""
-        B, T = self.graph.shape
-        inner = node
-        while len(users := live_users(self.graph, inner)) == 1:
-            [inner] = users
-            if kind(inner) == "sum":
-                return inner if prod(size(inner)) == B * T * self.width else node
-            if kind(inner) not in MOVES:
-                break
-        return node
+        users = live_users(self.graph, self._last_user(node, MOVES))
+        elements = prod(self.graph.shape) * self.width
+        is_sum = len(users) == 1 and kind(users[0]) == "sum" and prod(size(users[0])) == elements
+        return users[0] if is_sum else node
 
     def _sum(self, branch: Node, roots: set[Node], until: list[Node]) -> Sum:
         """Return the first sum of a branch with a tensor that does not depend on its roots.
@@ -1086,19 +1091,13 @@ class _Dissection:
 
     def _weighted(self, node: Node) -> Node:
         """Return the product of the result of a branch with parameters, if it is multiplied."""
-        while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) == "mul":
-            if not reads_parameter(self.graph, users[0]):
-                break
-            [node] = users
-        return node
+        return self._last_user(node, {"mul"}, of_parameters=True)
 
     def _with_own_input(self, total: Sum, x: Node) -> Sum:
         """Return the sum with the residual stream, if the first sum is with the branch's input."""
         if total.shortcut is not x:
             return total
-        node = total.node
-        while len(users := live_users(self.graph, node)) == 1 and kind(users[0]) in MOVES:
-            [node] = users
+        users = live_users(self.graph, self._last_user(total.node, MOVES))
         if len(users) == 1 and self._adds_streams(users[0]):
             for outer in tensor_inputs(users[0])[:2]:
                 if self.index.before_moves(outer) in self.graph.ancestors[x] | {x}:

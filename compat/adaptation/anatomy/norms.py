@@ -7,7 +7,7 @@ to the branch's result.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -27,6 +27,7 @@ from compat.adaptation.tracing.graph import (
     kind,
     live_inputs,
     random_values,
+    reached,
     size,
     tensor_inputs,
 )
@@ -81,7 +82,7 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
     divided = False  # it was divided by its root mean square, so that a reduction begins the next
     for first, last in pairwise(_waypoints(graph, start, end)):
         piece = _piece(graph, first, last)
-        own = (n for n in piece if n in graph.live and first in graph.ancestors[n])
+        own = {n for n in piece if n in graph.live and first in graph.ancestors[n]}
         kinds = {kind(node) for node in own}
         reduces = bool(kinds & REDUCTIONS) and bool(kinds & (NORMALIZING | NORM_KERNELS))
         reduces = reduces and prod(size(last)) >= prod(size(first))  # not a mean of several tensors
@@ -89,7 +90,8 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
         lengths = [prod(size(node)) for node in piece if node in graph.names]
         parameters = bool(lengths) and not projects
         own_lengths = all(n == 1 or n % size(last)[-1] == 0 for n in lengths)
-        if not reduces and (_joins(graph, first, piece) or not (projects or own_lengths)):
+        joins = any(len({*n.all_input_nodes} & {first, *own}) > 1 for n in own)
+        if not reduces and (joins or not (projects or own_lengths)):
             consumed = True  # a norm contains neither a sum of branches nor a factor of each layer
         elif reduces and (not found or consumed or divided):
             found.append((first, last))
@@ -111,20 +113,12 @@ def _is_root(node: Node) -> bool:
 
 def _piece(graph: Graph, first: Node, last: Node) -> set[Node]:
     """Return the nodes whose values, not only shapes, are needed to compute `last` from `first`."""
-    stack, seen = [last], set()
-    while stack:
-        node = stack.pop()
-        beside = node in graph.live and first not in graph.ancestors[node]
-        if node not in seen and not beside:
-            seen.add(node)
-            stack += [] if kind(node) in SHAPE_ONLY else node.all_input_nodes
-    return seen
 
+    def inputs(node: Node) -> list[Node]:
+        above = [] if kind(node) in SHAPE_ONLY else node.all_input_nodes
+        return [a for a in above if a not in graph.live or first in graph.ancestors[a]]
 
-def _joins(graph: Graph, first: Node, piece: set[Node]) -> bool:
-    """Return whether an operation of a piece reads two tensors that depend on its first node."""
-    own = {n for n in piece if n in graph.live and first in graph.ancestors[n]} | {first}
-    return any(len({*n.all_input_nodes} & own) > 1 for n in own - {first})
+    return reached([last], inputs)
 
 
 def _waypoints(graph: Graph, start: Node, end: Node) -> list[Node]:
@@ -142,16 +136,9 @@ def _waypoints(graph: Graph, start: Node, end: Node) -> list[Node]:
 def _with_parameters(graph: Graph, start: Node, end: Node) -> Norm:
     """Find the parameters: the scale is the one without which the result does not depend on x."""
     scale = shift = None
-    parameters = graph.parameters_between([end], [start])
     x = random_values(size(start))
-    for node in parameters:
-
-        def value(other: Node, node: Node = node) -> Tensor:
-            filled = graph.values[other].double()
-            return torch.zeros_like(filled) if other is node else torch.ones_like(filled)
-
-        [out] = graph.run([end], {start: x}, value)
-        token = out.reshape(-1)
+    for node in graph.parameters_between([end], [start]):
+        token = _filled(graph, start, end, {node: 0.0})(x).reshape(-1)
         if torch.allclose(token, token[0].expand_as(token), atol=1e-9):
             scale = node
         else:
@@ -163,15 +150,18 @@ def own_formula(
     graph: Graph, norm: Norm, scale: float = 1.0, shift: float = 0.0
 ) -> Callable[[Tensor], Tensor]:
     """Return the model's own norm as a function of its input, with this scale and shift."""
-    numbers = {norm.scale: scale, norm.shift: shift}
+    return _filled(graph, norm.start, norm.end, {norm.scale: scale, norm.shift: shift})
 
-    def run(x: Tensor) -> Tensor:
-        def value(node: Node) -> Tensor:
-            return torch.full_like(graph.values[node].double(), numbers.get(node, 1.0))
 
-        return graph.run([norm.end], {norm.start: x}, value)[0]
+def _filled(
+    graph: Graph, start: Node, end: Node, numbers: Mapping[Node | None, float]
+) -> Callable[[Tensor], Tensor]:
+    """Return a piece of a graph as a function, with parameters filled with these numbers or 1."""
 
-    return run
+    def value(node: Node) -> Tensor:
+        return torch.full_like(graph.values[node].double(), numbers.get(node, 1.0))
+
+    return lambda x: graph.run([end], {start: x}, value)[0]
 
 
 def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:

@@ -33,14 +33,7 @@ from compat.adaptation.mapping.linear_maps import (
     sequences_of_groups,
     token_view,
 )
-from compat.adaptation.tracing.graph import (
-    MOVES,
-    Graph,
-    kind,
-    random_values,
-    size,
-    tensor_inputs,
-)
+from compat.adaptation.tracing.graph import MOVES, Graph, kind, random_values, size, tensor_inputs
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import EMBEDDING, HEAD
 from compat.config import GPT2Config
@@ -187,11 +180,8 @@ def find_assignments(
     traced: dict[int, dict[str, Assignment]] = {}
     for i, layer in enumerate(anatomy.layers):
         attention = _attention(anatomy, layer, i)
-        pairs: dict[Node, Node] | None = None
-        equal = 0
-        for equal in traced:
-            if (pairs := _paired_parameters(anatomy, equal, i)) is not None:
-                break
+        paired = ((j, _paired_parameters(anatomy, j, i)) for j in traced)
+        equal, pairs = next((pair for pair in paired if pair[1] is not None), (0, None))
         if pairs is None:
             assignment = _LayerAssignment(anatomy, i, attention, partial)
             assignment.run()
@@ -199,9 +189,10 @@ def find_assignments(
             found.unknown += assignment.unknown
             traced |= {} if assignment.unknown else {i: own}
         else:
-            own = {}
-            for hf, (nodes, op) in traced[equal].items():
-                own[hf] = tuple(pairs[node] for node in nodes), op
+            own = {
+                hf: (tuple(pairs[node] for node in nodes), op)
+                for hf, (nodes, op) in traced[equal].items()
+            }
             if found.attentions[equal].indirect:
                 _start_at_projections(anatomy, layer, attention)
             own_views = {n: getattr(attention, n) for n in ("q", "k", "v", "heads", "inner")}
@@ -354,23 +345,19 @@ class _LayerAssignment:
             if not self.partial:
                 raise
             parameters = tuple(self.graph.parameters_between(ends, [start]))
+            code, reasons = error.code, error.nodes
             # Of several products of queries and keys, each reads a part of the projections.
-            in_parts = hf == "attn.c_attn" and any(op.others for op in self.layer.attention_ops)
-            code = "other_attention" if in_parts else error.code
+            if hf == "attn.c_attn" and any(op.others for op in self.layer.attention_ops):
+                code = "other_attention"
             if self._is_parallel_part(parameters):
                 code = "parallel_block"
-            reasons = tuple(error.nodes)
-            if rounding := self._rounding(ends, start):
-                code, reasons = "rounded_weights", rounding
-            found = UnknownProjection(
-                f"h.{self.i}.{hf}", ends[0], parameters, code, error.values, reasons
+            if rounding := [n for n in self.graph.between(ends, [start]) if kind(n) in ROUNDING]:
+                of_weights = [n for n in rounding if n not in self.graph.live]
+                code, reasons = "rounded_weights", of_weights or rounding
+            module = f"h.{self.i}.{hf}"
+            self.unknown.append(
+                UnknownProjection(module, ends[0], parameters, code, error.values, tuple(reasons))
             )
-            self.unknown.append(found)
-
-    def _rounding(self, ends: Sequence[Node], start: Node) -> tuple[Node, ...]:
-        """Return the operations that round a projection's weights, or else its input."""
-        found = [n for n in self.graph.between(ends, [start]) if kind(n) in ROUNDING]
-        return tuple([n for n in found if n not in self.graph.live] or found)
 
     def _is_parallel_part(self, parameters: Sequence[Node]) -> bool:
         """Return whether one projection computes q, k, v and what the MLP reads."""
@@ -470,9 +457,9 @@ def _qkv_maps(
     Some of them may be projected from `raw` instead.
     """
     maps = _maps_of_one_input(graph, x1, attention)
-    return (
-        maps if raw is None or maps is not None else _maps_of_two_inputs(graph, x1, raw, attention)
-    )
+    if maps is None and raw is not None:
+        maps = _maps_of_two_inputs(graph, x1, raw, attention)
+    return maps
 
 
 def _maps_of_one_input(graph: Graph, x1: View, attention: Attention) -> list[LinearMap] | None:
@@ -703,12 +690,11 @@ def _contents(
             them side by side along the last axis.
     """
     found: dict[Node, Tensor] = {}
-    width = sum(n.shape[-1] for n in numbers)
+    width = sum(number.shape[-1] for number in numbers)
     offset = 0
     for linear, number in zip(maps, numbers, strict=True):
         rows = number.reshape(-1, number.shape[-1])
-        place = torch.arange(rows.shape[0])[:, None] * width + offset
-        place = place + torch.arange(rows.shape[1])
+        place = torch.arange(len(rows))[:, None] * width + offset + torch.arange(rows.shape[1])
         first = 1
         for node in linear.parameters:
             count = graph.values[node].numel()
@@ -717,7 +703,7 @@ def _contents(
                 content = found.setdefault(node, torch.full((count,), -1))
                 content[rows[own] - first] = place[own]
             first += count
-        offset += number.shape[-1]
+        offset += rows.shape[1]
     return {node: found[node].view(graph.values[node].shape) for node in found}
 
 
@@ -750,16 +736,13 @@ def _assign_qkv(
         held = sum(content.numel() for content in contents.values())
         if op is None or held != sum(int((n > 0).sum()) for n in numbers):
             names = listed([graph.names[node] for node in contents])
+            message = f"the parameters {names} hold q, k and v in a form that compat does not know"
             if not complete:
-                raise UnknownPart(
+                message = (
                     f"q, k and v use only parts of the parameters {names}, as where one parameter "
-                    "holds several layers, but GPT-2's layers have parameters of their own",
-                    nodes,
+                    "holds several layers, but GPT-2's layers have parameters of their own"
                 )
-            raise UnknownPart(
-                f"the parameters {names} hold q, k and v in a form that compat does not know",
-                nodes,
-            )
+            raise UnknownPart(message, nodes)
         assigned[hf] = tuple(contents), op
     return assigned
 
@@ -794,17 +777,11 @@ def _assign_projection(
         op = find_op([contents[node] for node in nodes], numbers.shape, n_head)
         if op is None:
             names = listed([graph.names[node] for node in contents])
+            why = "the order of its elements there is not known to compat"
             if any(bool((content < 0).any()) for content in contents.values()):
-                raise UnknownPart(
-                    f"layer {i}: {hf}.{part} cannot be loaded into {names}, because this parameter "
-                    "has other numbers as well",
-                    [end],
-                )
-            raise UnknownPart(
-                f"layer {i}: {hf}.{part} cannot be loaded into {names}, because the order of its "
-                "elements there is not known to compat",
-                [end],
-            )
+                why = "this parameter has other numbers as well"
+            message = f"layer {i}: {hf}.{part} cannot be loaded into {names}, because {why}"
+            raise UnknownPart(message, [end])
         assigned[f"{hf}.{part}"] = tuple(nodes), op
     return assigned
 
@@ -859,11 +836,11 @@ def _assign_embeddings_and_head(anatomy: Anatomy, found: Assignments, config: GP
         assign("wpe.weight", node, anatomy.position_width, config.n_positions, start)
     # Other tensors that depend on the ids may be added to the logits.
     others = [
-        node for node in graph.between([anatomy.logits], [anatomy.xf])
+        node for node in graph.between([graph.output], [anatomy.xf])
         if node in graph.live and anatomy.xf not in graph.ancestors[node] | {node}
     ]  # fmt: skip
     width = prod(size(anatomy.xf)) // prod(graph.shape)  # C, unless the last block ends otherwise
-    for node in graph.parameters_between([anatomy.logits], [anatomy.xf, *others]):
+    for node in graph.parameters_between([graph.output], [anatomy.xf, *others]):
         if is_table(node, width):
             assign(HEAD, node, width, config.vocab_size)
         elif node is not table and graph.values[node].numel() > 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import accumulate, permutations
 from math import prod
 
 import torch
@@ -56,13 +56,11 @@ class View:
         return dict(zip(self.nodes, self.write(value), strict=True))
 
 
-def function_between(graph: Graph, start: View, end: View) -> Callable[[Tensor], Tensor]:
+def function_between(
+    graph: Graph, start: View, end: View, parameters: Callable[[Node], Tensor] | None = None
+) -> Callable[[Tensor], Tensor]:
     """Return what the graph computes from the values of one view to those of another."""
-
-    def function(x: Tensor) -> Tensor:
-        return end.read(graph.run(end.nodes, start.node_values(x)))
-
-    return function
+    return lambda x: end.read(graph.run(end.nodes, start.node_values(x), parameters))
 
 
 def token_view(graph: Graph, node: Node) -> View | None:
@@ -181,14 +179,11 @@ class Probe:
     def __init__(self, graph: Graph, source: View, target: View) -> None:
         self.graph, self.source, self.target = graph, source, target
         self.parameters = graph.parameters_between(target.nodes, source.nodes)
-        self.first: dict[Node, int] = {}
-        count = 1
-        for node in self.parameters:
-            self.first[node] = count
-            count += graph.values[node].numel()
-        self.last = count - 1
-        self.ones = torch.ones((), dtype=torch.float64).expand(count)
-        self.numbers = torch.arange(count, dtype=torch.float64)
+        counts = [graph.values[node].numel() for node in self.parameters]
+        self.first = dict(zip(self.parameters, accumulate(counts, initial=1), strict=False))
+        self.last = sum(counts)
+        self.ones = torch.ones((), dtype=torch.float64).expand(self.last + 1)
+        self.numbers = torch.arange(self.last + 1, dtype=torch.float64)
 
     def __call__(self, x: Tensor, values: Tensor) -> Tensor:
         """Return the output for x, if the element of number n of the parameters is `values[n]`."""
@@ -197,9 +192,7 @@ class Probe:
             shape, first = self.graph.values[node].shape, self.first[node]
             return values[first : first + shape.numel()].view(shape)
 
-        return self.target.read(
-            self.graph.run(self.target.nodes, self.source.node_values(x), value)
-        )
+        return function_between(self.graph, self.source, self.target, value)(x)
 
 
 def linear_map(graph: Graph, source: View, target: View, d_head: int = 0) -> LinearMap | None:

@@ -247,73 +247,20 @@ def _inputs_of_losses() -> Iterator[list[Tensor]]:
             F.cross_entropy = original
 
 
-def _values(name: str) -> tuple[Value, ...]:
-    """Return the values to try for an argument of this name, the most likely first."""
-    if name in TARGETS:
-        return (lambda model, ids: ids,)
-    is_neutral, value = neutral(name)
-    if is_neutral and "pad" in name:  # a padding id that no token has
-        return (lambda model, ids: value,)
-    if _is_mask(name):
-        return tuple(_masks().values())
-    if re.search("start|offset|past_?len|cur", name):
-        return (lambda model, ids: 0,)
-    if "pos" in name:
-        return _positions, lambda model, ids: _positions(model, ids).expand_as(ids)
-    if re.search("type|segment", name):
-        return _nothing, lambda model, ids: torch.zeros_like(ids)
-    if name.endswith("ids"):
-        return _nothing, lambda model, ids: ids
-    if re.match("use_|output_", name):
-        return (_no,)
-    if re.search("cache|past|kv|mems?$|memory|state", name):
-        return _nothing, _nothing_for_each_layer, partial(_initial, name)
-    if "mask" in name:
-        return _nothing, _ones
-    return _nothing, lambda model, ids: ids  # as for a decoder beside an encoder
-
-
-def _is_mask(name: str) -> bool:
-    return "mask" in name and "pad" not in name
-
-
-def _masks() -> dict[str, Value]:
-    """Return the values to try for a mask, by their text; the last is one without padding."""
-    found: dict[str, Value] = {text: partial(_mask, mask, ()) for text, mask in MASKS.items()}
-    found |= {f"{text}[None]": partial(_mask, mask, (None,)) for text, mask in MASKS.items()}
-    return {**found, "True": _yes, "ones": _ones}
-
-
-def _mask(
-    mask: Callable[[int], Tensor | None], axes: tuple[None, ...], model: nn.Module, ids: Tensor
-) -> Tensor | None:
-    """Return a mask (T, T), or with an axis for the batch (1, T, T)."""
-    made = mask(ids.shape[1])
-    return made if made is None else made[axes]
+def _always(value: Any) -> Value:
+    return lambda model, ids: value
 
 
 def _positions(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[1])
 
 
-def _text(text: str, model: nn.Module, ids: Tensor) -> str:
-    return text
-
-
-def _yes(model: nn.Module, ids: Tensor) -> bool:
-    return True
-
-
-def _no(model: nn.Module, ids: Tensor) -> bool:
-    return False
+def _ids(model: nn.Module, ids: Tensor) -> Tensor:
+    return ids
 
 
 def _ones(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.ones_like(ids)
-
-
-def _nothing(model: nn.Module, ids: Tensor) -> None:
-    return None
 
 
 def _nothing_for_each_layer(model: nn.Module, ids: Tensor) -> list[None]:
@@ -328,6 +275,50 @@ def _initial(name: str, model: nn.Module, ids: Tensor) -> Any:
     makers = [n for n in dir(owner) if re.search("init|make|create|empty|new", n) and name in n]
     maker = getattr(model, makers[0])
     return maker(*[len(ids)] * len(inspect.signature(maker).parameters))
+
+
+_nothing, _yes, _no = _always(None), _always(True), _always(False)
+
+# The values to try for an argument, the most likely first, by a pattern of its name.
+VALUES: tuple[tuple[str, tuple[Value, ...]], ...] = (
+    ("start|offset|past_?len|cur", (_always(0),)),
+    ("pos", (_positions, lambda model, ids: _positions(model, ids).expand_as(ids))),
+    ("type|segment", (_nothing, lambda model, ids: torch.zeros_like(ids))),
+    ("ids$", (_nothing, _ids)),
+    ("^use_|^output_", (_no,)),
+    ("cache|past|kv|mems?$|memory|state", (_nothing, _nothing_for_each_layer)),
+    ("mask", (_nothing, _ones)),
+    ("", (_nothing, _ids)),  # as for a decoder beside an encoder
+)
+
+
+def _values(name: str) -> tuple[Value, ...]:
+    """Return the values to try for an argument of this name, the most likely first."""
+    if name in TARGETS:
+        return (_ids,)
+    is_neutral, value = neutral(name)
+    if is_neutral and "pad" in name:  # a padding id that no token has
+        return (_always(value),)
+    if _is_mask(name):
+        return tuple(_masks().values())
+    values = next(values for pattern, values in VALUES if re.search(pattern, name))
+    return (*values, partial(_initial, name)) if _nothing_for_each_layer in values else values
+
+
+def _is_mask(name: str) -> bool:
+    return "mask" in name and "pad" not in name
+
+
+def _masks() -> dict[str, Value]:
+    """Return the values to try for a mask, by their text; the last is one without padding."""
+
+    def value(make: Callable[[int], Tensor | None], axes: tuple[None, ...]) -> Value:
+        """Return a mask (T, T), or with an axis for the batch (1, T, T)."""
+        return lambda _, ids: None if (mask := make(ids.shape[1])) is None else mask[axes]
+
+    found = {text: value(make, ()) for text, make in MASKS.items()}
+    found |= {f"{text}[None]": value(make, (None,)) for text, make in MASKS.items()}
+    return {**found, "True": _yes, "ones": _ones}
 
 
 class NoLogitsError(AdaptError):
@@ -349,12 +340,7 @@ class NoLogitsError(AdaptError):
 
 
 def find_signature(
-    model: nn.Module,
-    ids: Tensor,
-    rows: int | None = None,
-    convert: Convert | None = None,
-    *,
-    time_first: bool = False,
+    model: nn.Module, ids: Tensor, form: CallSignature = CallSignature()
 ) -> CallSignature:
     """Return the first signature that returns logits for these ids, of all positions if possible.
 
@@ -366,9 +352,7 @@ def find_signature(
     Args:
         model: the user's model.
         ids: ids (B, T).
-        rows: how many sequences are passed at once; see `CallSignature`.
-        convert: converts the ids to what is passed, see `CallSignature`.
-        time_first: whether the model takes ids (T, B).
+        form: in which form the ids are passed: its `rows`, `convert` and `time_first`.
 
     Raises:
         AdaptError: none returned logits, or a library is not installed.
@@ -376,15 +360,15 @@ def find_signature(
     tried: list[str] = []
     missing: ModuleNotFoundError | None = None
     fused = any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
-    usual = _signatures(model, False)
-    kinds = (
-        usual, _with_optional_arguments(model), _signatures(model, True),
+    usual = _signatures(model, form)
+    for signatures in (
+        usual,
+        _with_optional_arguments(model, form),
+        _signatures(model, replace(form, last=True)),
         [(text, replace(signature, of_loss=True)) for text, signature in usual],
-    )  # fmt: skip
-    for signatures in kinds:
+    ):
         found = []
         for text, signature in signatures:
-            signature = replace(signature, rows=rows, convert=convert, time_first=time_first)
             try:
                 with eval_mode(model), plain_kernels():
                     signature(model, ids)
@@ -397,12 +381,15 @@ def find_signature(
                     missing = error
                 if not (signature.last or signature.of_loss):
                     tried.append(f"{text}: {describe_error(error)}")
-        masked = _with_optional_masks(model, found[0]) if found else []
+        if not found:
+            continue
+        masked = _with_optional_masks(model, found[0])
         if masked and not _is_bidirectional(model, found[0], ids):
             masked = []  # a mask of the model's own, which may be wrong, is compared
+        if len(found) == 1 and not masked:
+            return found[0]
         causal = (s for s in [*found, *masked] if _is_causal(model, s, ids))
-        if found:
-            return found[0] if len(found) == 1 and not masked else next(causal, found[0])
+        return next(causal, found[0])
     if missing is not None:
         headline = f"{type(model).__name__} raises an exception when it runs"
         raise AdaptError(f"{headline}: {exception_report(missing)}") from missing
@@ -462,37 +449,43 @@ def required_arguments(model: nn.Module) -> list[str]:
     return [p.name for p in parameters[1:] if p.default is p.empty and p.kind in named]
 
 
-def _signatures(model: nn.Module, last: bool) -> list[tuple[str, CallSignature]]:
-    """Yield signatures to try: ids and required arguments, then also targets or a flag."""
-    required = required_arguments(model)
+def _required_values(model: nn.Module) -> dict[str, Value]:
+    return {name: _values(name)[0] for name in required_arguments(model)}
+
+
+def _signatures(model: nn.Module, form: CallSignature) -> list[tuple[str, CallSignature]]:
+    """Return signatures to try: ids and required arguments, then also targets or a flag."""
+    required = _required_values(model)
     text = f"model({', '.join(['ids', *required])})"
-    combinations = product(*(_values(name) for name in required))
+    combinations = product(*map(_values, required))
     found = [
-        (text, CallSignature(tuple(zip(required, values, strict=True)), last))
+        (text, replace(form, arguments=tuple(zip(required, values, strict=True))))
         for values in islice(combinations, MOST_COMBINATIONS)
     ]
-    if targets := [name for name in inspect.signature(model.forward).parameters if name in TARGETS]:
-        others = [name for name in required if name != targets[0]]
-        arguments = [(name, _values(name)[0]) for name in [targets[0], *others]]
-        signature = CallSignature(tuple(arguments), last=last, targets=True)
-        found.append((f"model(ids, {targets[0]}=ids)", signature))
-    for name, parameter in inspect.signature(model.forward).parameters.items():
+    parameters = inspect.signature(model.forward).parameters
+    if (target := next((name for name in parameters if name in TARGETS), None)) is not None:
+        arguments = tuple(({target: _ids} | required).items())
+        text = f"model(ids, {target}=ids)"
+        found.append((text, replace(form, arguments=arguments, targets=True)))
+    for name, parameter in parameters.items():
         if "logits" in name and parameter.default in (False, None):
-            asked = [*((n, _values(n)[0]) for n in required), (name, _yes)]
-            found.append((f"model(ids, {name}=True)", CallSignature(tuple(asked), last)))
+            arguments = (*required.items(), (name, _yes))
+            found.append((f"model(ids, {name}=True)", replace(form, arguments=arguments)))
     if re.search(r"""["']input_ids["']""", source_of(model.forward)):
         text = 'model({"input_ids": ids, "attention_mask": ones})'
-        found.append((text, CallSignature(last=last, batch=True)))
+        found.append((text, replace(form, batch=True)))
     return found
 
 
-def _with_optional_arguments(model: nn.Module) -> list[tuple[str, CallSignature]]:
+def _with_optional_arguments(
+    model: nn.Module, form: CallSignature
+) -> list[tuple[str, CallSignature]]:
     """Return the call with a list of empty caches, with a mask without padding, or without a cache.
 
     Some code reads the first two although they are optional. A cache may need another version of a
     library than is installed.
     """
-    needed = [(name, _values(name)[0]) for name in required_arguments(model)]
+    required = _required_values(model).items()
     found = []
     for name, parameter in inspect.signature(model.forward).parameters.items():
         values: list[tuple[str, Value]] = []
@@ -508,7 +501,7 @@ def _with_optional_arguments(model: nn.Module) -> list[tuple[str, CallSignature]
                 masks = [mask for text, mask in _masks().items() if not text.startswith("None")]
                 values += [("a mask (T, T)", mask) for mask in masks]
         found += [
-            (f"model(ids, {name}={text})", CallSignature((*needed, (name, value))))
+            (f"model(ids, {name}={text})", replace(form, arguments=(*required, (name, value))))
             for text, value in values
         ]
     return found
@@ -526,7 +519,7 @@ def _with_optional_masks(model: nn.Module, signature: CallSignature) -> list[Cal
             continue
         values: dict[str, Value] = {}
         if _is_mask(name):
-            values = {repr(text): partial(_text, text) for text in texts} | _masks()
+            values = {repr(text): _always(text) for text in texts} | _masks()
         elif "causal" in name:
             values = {"True": _yes}
         found += [

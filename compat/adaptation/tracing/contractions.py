@@ -9,14 +9,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from compat.adaptation.tracing.graph import (
-    MOVES,
-    Graph,
-    kind,
-    live_inputs,
-    reads_parameter,
-    size,
-)
+from compat.adaptation.tracing.graph import MOVES, Graph, kind, live_inputs, reads_parameter, size
 
 SDPA = frozenset(
     """
@@ -97,8 +90,7 @@ def _einsum(node: Node, equation: str, a: Node, b: Node) -> Contraction:
     """Return the equation with its ellipsis expanded and, if it has none, an explicit result."""
     left, _, out = equation.replace(" ", "").partition("->")
     parts = left.split(",")
-    rest = iter(x for x in reversed(ascii_letters) if x not in equation)
-    spare = "".join(rest)
+    spare = "".join(x for x in reversed(ascii_letters) if x not in equation)
     for place, operand in enumerate((a, b)):
         if "..." in parts[place]:
             hidden = len(size(operand)) - len(parts[place]) + 3

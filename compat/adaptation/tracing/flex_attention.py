@@ -24,14 +24,10 @@ def plain_flex_attention() -> Iterator[None]:
     plain: dict[str, Any] = {
         "flex_attention_hop": _attend,
         "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # else the function is compiled
-        "_validate_device": _accept,  # the kernel has no backward pass on the CPU
+        "_validate_device": lambda *_: None,  # the kernel has no backward pass on the CPU
     }
     with patch.multiple(module, **plain):
         yield
-
-
-def _accept(*_: Tensor) -> None:
-    return None
 
 
 def _attend(

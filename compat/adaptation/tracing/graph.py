@@ -240,13 +240,9 @@ class Graph:
 
     def between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
         """Return the nodes, live or not, that compute `targets` from the values of `cuts`."""
-        cuts, stack, seen = set(cuts), list(targets), set()
-        while stack:
-            node = stack.pop()
-            if node not in seen and node not in cuts:
-                seen.add(node)
-                stack += node.all_input_nodes
-        return sorted(seen, key=self.order.__getitem__)
+        cuts = set(cuts)
+        found = reached(targets, lambda node: [] if node in cuts else node.all_input_nodes) - cuts
+        return sorted(found, key=self.order.__getitem__)
 
     def live_between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
         """Return those of the nodes `between` whose values depend on the ids."""
@@ -259,11 +255,8 @@ class Graph:
 
     def first_reader(self, nodes: Iterable[Node]) -> Node:
         """Return the first live operation that reads one of these nodes of parameters."""
-        below, readers = [*nodes], set[Node]()
-        while below:
-            users = set(below.pop().users)
-            readers |= users & self.live
-            below += users - self.live
+        computed = reached(nodes, lambda node: node.users.keys() - self.live)
+        readers = {user for node in computed for user in live_users(self, node)}
         return min(readers, key=self.order.__getitem__)
 
     def parameters_between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
@@ -276,6 +269,7 @@ class Graph:
         parameters: Callable[[Node], Tensor] | None = None,
         double: bool = True,
         finite: bool = False,
+        force: Callable[[Node, Any], Any] | None = None,
     ) -> list[Tensor]:
         """Compute the values of `targets` from known values.
 
@@ -285,6 +279,7 @@ class Graph:
             parameters: returns the value of each parameter, in place of the model's own.
             double: compute in float64 instead of any lower precision that the graph names.
             finite: replace NaN by zero in every result.
+            force: called with each node and its value; returns the value that is used instead.
         """
         targets, env = list(targets), dict(known)
         env.setdefault(self.input, self.example)
@@ -295,9 +290,11 @@ class Graph:
                 value = self.values[node]
                 env[node] = value.double() if double and value.is_floating_point() else value
             elif node.op == "call_function":
-                env[node] = call(node, env, double)
+                env[node] = _execute(node, env, double)
                 if finite and isinstance(env[node], Tensor) and env[node].is_floating_point():
                     env[node] = env[node].nan_to_num()
+            if force is not None:
+                env[node] = force(node, env[node])
         return [env[node] for node in targets]
 
     def place(self, node: Node) -> Place | None:
@@ -346,6 +343,40 @@ def random_values(shape: Iterable[int], seed: int = 0) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
 
 
+def insert(
+    before: Node,
+    target: Any,
+    args: tuple[Any, ...],
+    like: Node | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Node:
+    """Insert an operation before a node.
+
+    Args:
+        before: the node before which it is inserted.
+        target, args: the operation and its arguments.
+        like: the node whose metadata it has, by default `before`.
+        shape: the shape of its result, if that is not the shape in this metadata.
+    """
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, args)
+    node.meta = dict((like or before).meta)
+    if shape is not None:
+        node.meta["shape"] = shape
+    return node
+
+
+def reached(starts: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Return some nodes and all that are reached from them, with the nodes after each."""
+    stack, seen = list(starts), set[Node]()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += onward(node)
+    return seen
+
+
 def tensor_inputs(node: Node) -> list[Node]:
     """Return the nodes among the arguments, lists flattened, in the order of the arguments."""
     found: list[Node] = []
@@ -374,7 +405,7 @@ def live_users(graph: Graph, node: Node) -> list[Node]:
     return [user for user in node.users if user in graph.live]
 
 
-def call(node: Node, env: Values, double: bool) -> Any:
+def _execute(node: Node, env: Values, double: bool) -> Any:
     """Execute one operation, without dropout."""
 
     def value(argument: Any) -> Any:

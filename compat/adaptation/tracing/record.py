@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -19,14 +20,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves
 
-from compat.adaptation.tracing.calling import (
-    Forward,
-    describe_error,
-    global_state,
-    plain_kernels,
+from compat.adaptation.tracing.calling import Forward, describe_error, plain_kernels
+from compat.adaptation.tracing.graph import (
+    DRAWS,
+    MOVES,
+    RMS_NORMS,
+    Graph,
+    Place,
+    aten,
+    kind,
+    reached,
 )
-from compat.adaptation.tracing.graph import DRAWS, MOVES, RMS_NORMS, Graph, Place, aten, kind
 from compat.errors import AdaptError
 from compat.parity.dispatch import DispatchMode
 from compat.user_code import is_users
@@ -78,7 +84,7 @@ def to_graph(model: nn.Module, forward: Forward, input_ids: Tensor) -> Graph:
     """
     recorder = _Recorder(model, input_ids)
     below_autograd: Any = torch._C._AutoDispatchBelowAutograd  # without a type stub
-    with global_state, eval_mode(model), plain_kernels():
+    with plain_kernels(), eval_mode(model):
         try:
             with below_autograd(), recorder:
                 logits = _call(forward, model, input_ids)
@@ -99,29 +105,29 @@ def _call(forward: Forward, model: nn.Module, input_ids: Tensor) -> Tensor:
     return forward(model, input_ids)
 
 
-class Operations:
-    """Names the operations of a call: which one, at which of the user's lines, how many before.
+def operation_name(count: Counter[object], func: Any, places: tuple[Place, ...]) -> OperationName:
+    """Name an operation of a call: which one, at which of the user's lines, how many so far.
 
-    They have the same names whenever the model is called.
+    It has the same name whenever the model is called.
     """
-
-    def __init__(self) -> None:
-        self.count: Counter[object] = Counter()
-
-    def name(self, func: Any, places: tuple[Place, ...]) -> OperationName:
-        self.count[str(func), places] += 1
-        return str(func), places, self.count[str(func), places]
+    count[str(func), places] += 1
+    return str(func), places, count[str(func), places]
 
 
 def lines_of_user(frame: FrameType | None, caller: CodeType) -> tuple[Place, ...]:
     """Return the user's lines that led to a frame, the outermost first, up to this caller."""
-    places: list[Place] = []
-    while frame is not None and frame.f_code is not caller:
-        code = frame.f_code
-        if is_users(code.co_filename):
-            places.append(Place(code.co_filename, frame.f_lineno, code.co_qualname))
-        frame = frame.f_back
+    places = [
+        Place(each.f_code.co_filename, each.f_lineno, each.f_code.co_qualname)
+        for each in _frames(frame, caller) if is_users(each.f_code.co_filename)
+    ]  # fmt: skip
     return tuple(places[::-1])
+
+
+def _frames(frame: FrameType | None, caller: CodeType) -> Iterator[FrameType]:
+    """Yield the frames that led to a frame, this one first, up to that of a function."""
+    while frame is not None and frame.f_code is not caller:
+        yield frame
+        frame = frame.f_back
 
 
 @dataclass
@@ -142,9 +148,9 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         current: the node that holds the current value of a tensor, by the tensor's id.
-        tensors: all tensors, which keeps their ids unique while the call is recorded.
         views: how tensors that share memory were created, by their id.
-        sharing: the tensors in one memory, by its address.
+        sharing: the tensors in one memory, by its address. These are all tensors, which keeps their
+            ids unique while the call is recorded.
         exits: the lines that read values outside of torch.
         written: the lines that write to parameters, by the parameters' names.
     """
@@ -153,24 +159,23 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.ids, self.graph = ids, fx.Graph()
         self.current: dict[int, Node] = {}
-        self.tensors: list[Tensor] = []
         self.views: dict[int, _View] = {}
         self.sharing: dict[int, list[Tensor]] = {}
         self.source: tuple[tuple[Place, ...], tuple[str, ...]] = (), ()
-        self.operations, self.operation = Operations(), NO_OPERATION
+        self.operations, self.operation = Counter[object](), NO_OPERATION
         self.values: dict[Node, Tensor] = {}
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.names = self._inputs(_first_names(model))
-        self.buffers = self._inputs({id(b): (name, b) for name, b in model.named_buffers()})
+        self.buffers = self._inputs(model.named_buffers())
         self.input = self._add(self.graph.placeholder("input_ids"), ids)
         self.exits: list[Place] = []
         self.parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         self.written: dict[str, Place] = {}
 
-    def _inputs(self, named: dict[int, tuple[str, Tensor]]) -> dict[Node, str]:
+    def _inputs(self, named: Iterable[tuple[str, Tensor]]) -> dict[Node, str]:
         """Return a placeholder for every tensor, and its name."""
         found = {}
-        for name, tensor in named.values():
+        for name, tensor in named:
             node = self.graph.placeholder(name.replace(".", "_"))
             self.values[node] = tensor.detach()
             found[self._add(node, tensor)] = name
@@ -180,7 +185,6 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         """Record that a node holds the value of a tensor, and return the node."""
         node.meta["shape"] = tuple(tensor.shape)
         if id(tensor) not in self.current:
-            self.tensors.append(tensor)
             self.sharing.setdefault(_address(tensor), []).append(tensor)
         self.current[id(tensor)] = node
         return node
@@ -189,16 +193,16 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.einsum.default and not _is_product(str(args[0])):
             with self:
                 return func.decompose(*args)
-        frame = sys._getframe(1)
+        frame, packet = sys._getframe(1), func.overloadpacket.__name__
         self.source = lines_of_user(frame, _call.__code__), self._modules(frame)
-        self.operation = self.operations.name(func, self.source[0])
-        if func.overloadpacket.__name__ in RMS_NORMS:
+        self.operation = operation_name(self.operations, func, self.source[0])
+        if packet in RMS_NORMS:
             args, kwargs = _with_eps(args, kwargs or {}), {}
         node_args, node_kwargs = map_aggregate((args, kwargs or {}), self._argument)
         recorded = func
-        if func.overloadpacket.__name__ in LIKE:  # only the shape of the second argument matters
-            recorded, node_args = LIKE[func.overloadpacket.__name__], (node_args[0], args[1].shape)
-        if func.overloadpacket.__name__ in EXITS and self.source[0]:
+        if packet in LIKE:  # only the shape of the second argument matters
+            recorded, node_args = LIKE[packet], (node_args[0], args[1].shape)
+        if packet in EXITS and self.source[0]:
             self.exits.append(self.source[0][-1])
         changed = _changed_tensors(func, args, kwargs or {})
         self._keep_values(changed)
@@ -348,13 +352,12 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     def _modules(self, frame: FrameType | None) -> tuple[str, ...]:
         """Return the modules that led to an operation, the outermost first."""
         modules: list[str] = []
-        while frame is not None and frame.f_code is not _call.__code__:
-            code, caller = frame.f_code, frame.f_back
-            called = caller is not None and caller.f_code.co_name == "_call_impl"
-            if code.co_name == "_call_impl" or (code.co_name == "forward" and not called):
-                path = self.paths.get(id(frame.f_locals.get("self")))  # `module.forward(x)` too
+        for each in _frames(frame, _call.__code__):
+            called = each.f_back is not None and each.f_back.f_code.co_name == "_call_impl"
+            name = each.f_code.co_name
+            if name == "_call_impl" or (name == "forward" and not called):
+                path = self.paths.get(id(each.f_locals.get("self")))  # `module.forward(x)` too
                 modules += [path] if path and modules[-1:] != [path] else []
-            frame = caller
         return tuple(modules[::-1])
 
     def finish(self, logits: Tensor) -> Graph:
@@ -391,38 +394,29 @@ def _is_product(equation: str) -> bool:
     return "," in operands and not (arrow and set(operands) - set(", ") <= set(result))
 
 
-def _first_names(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
-    """Return the parameters and their names by id. A shared one has the embedding's name."""
+def _first_names(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Return the names and the parameters. A shared one has the embedding's name."""
     known: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = model.get_submodule(name.rpartition(".")[0])
         if id(parameter) not in known or isinstance(owner, nn.Embedding):
             known[id(parameter)] = name, parameter
-    return known
+    return known.values()
 
 
 def _tensors(arguments: Any) -> list[Tensor]:
     """Return all tensors among the arguments."""
-    found: list[Tensor] = []
-
-    def visit(argument: Any) -> Any:
-        if isinstance(argument, Tensor):
-            found.append(argument)
-        return argument
-
-    map_aggregate(arguments, visit)
-    return found
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 def _changed_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments that an operation writes to."""
     if not func._schema.is_mutable:
         return []
-    found = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[i] if i < len(args) else kwargs.get(argument.name))
-    return _tensors(found)
+    arguments = func._schema.arguments
+    named = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return _tensors([named.get(name) for name in written])
 
 
 def _function(func: Any) -> Any:
@@ -484,12 +478,7 @@ def _merge_repeats(graph: fx.Graph) -> None:
 
 def drop_dead_code(graph: fx.Graph, output: Node) -> None:
     """Make a node the graph's output and erase all other operations that it does not depend on."""
-    needed, stack = set[Node](), [output]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
+    needed = reached([output], lambda node: node.all_input_nodes)
     [end] = (node for node in graph.nodes if node.op == "output")
     end.args = (output,)
     for node in reversed(list(graph.nodes)):

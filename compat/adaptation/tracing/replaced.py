@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from compat.adaptation.tracing.calling import Wrapped, plain_kernels
-from compat.adaptation.tracing.record import Operations, lines_of_user
+from compat.adaptation.tracing.record import lines_of_user, operation_name
 from compat.parity.dispatch import DispatchMode
 
 
@@ -43,12 +44,12 @@ class _Replacing(DispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, names: Sequence[tuple[Any, ...]], modules: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names, self.modules = names, modules
-        self.operations = Operations()
+        self.operations = Counter[object]()
         self.inputs: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         places = lines_of_user(sys._getframe(1), WithReplaced.__call__.__code__)
-        name = self.operations.name(func, places)
+        name = operation_name(self.operations, func, places)
         result = func(*args, **(kwargs or {}))
         for part, (start, end) in enumerate(self.names):
             if name == end and part in self.inputs:

@@ -9,6 +9,8 @@ become one product, and terms that are zero are dropped.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -23,6 +25,7 @@ from compat.adaptation.tracing.graph import (
     Derived,
     Graph,
     aten,
+    insert,
     kind,
     live_inputs,
     size,
@@ -40,10 +43,56 @@ WEIGHT_NORMS = frozenset({"_weight_norm", "_weight_norm_interface"})  # the seco
 ARITHMETIC = frozenset("add sub rsub mul div neg".split())
 
 
+def normalize(graph: Graph) -> tuple[Node | None, Node | None]:
+    """Bring a graph into the form in which the parts of a GPT-2 are recognised.
+
+    Returns:
+        The nodes that `keep_every_position` and `remove_output_softmax` removed.
+    """
+    split_stacked_parameters(graph)
+    add_biases_to_projections(graph)
+    add_attention_first(graph)
+    drop_repetitions_by_one(graph)
+    look_up_rows(graph)
+    lift_derived_weights(graph)
+    return keep_every_position(graph), remove_output_softmax(graph)
+
+
 def _prune(graph: Graph) -> None:
     """Erase what nothing reads any longer, after a change to the graph."""
     drop_dead_code(graph.output.graph, graph.output)
     graph.invalidate()
+
+
+def _at_every_node(rewrite: Callable[[Graph, Node], bool]) -> Callable[[Graph], bool]:
+    """Apply a rewrite of single nodes to all nodes of a graph, and return whether one changed."""
+
+    @wraps(rewrite)
+    def rewritten(graph: Graph) -> bool:
+        changed = [node for node in graph.nodes if rewrite(graph, node)]
+        if changed:
+            _prune(graph)
+        return bool(changed)
+
+    return rewritten
+
+
+def _replace(graph: Graph, node: Node, other: Node) -> None:
+    """Let everything that reads a node read another one."""
+    node.replace_all_uses_with(other)
+    graph.output = other if graph.output is node else graph.output
+
+
+def _input(graph: Graph, nodes: Sequence[Node], label: str, name: str, value: Tensor) -> Node:
+    """Let everything that reads these nodes read a new parameter instead, and return it."""
+    first = nodes[0]
+    with first.graph.inserting_before(first):
+        parameter = first.graph.placeholder(label)
+    parameter.meta = dict(first.meta)
+    graph.names[parameter], graph.values[parameter] = name, value
+    for node in nodes:
+        node.replace_all_uses_with(parameter)
+    return parameter
 
 
 def remove_output_softmax(graph: Graph) -> Node | None:
@@ -75,8 +124,7 @@ def keep_every_position(graph: Graph) -> Node | None:
         if drops and graph.shape[1] in size(above):
             results = [node] if size(node) else list(node.users)  # `max` returns indices too
             for result in results:
-                for user in list(result.users):
-                    user.replace_input_with(result, above)
+                result.replace_all_uses_with(above)
             while kind(graph.output) in MOVES | CUTS:  # they expect the shape of one position
                 graph.output = tensor_inputs(graph.output)[0]
             graph.invalidate()
@@ -145,19 +193,13 @@ def drop_zero_terms(graph: Graph) -> bool:
         except RuntimeError:  # the graph runs on the example only, as where ids choose experts
             return False
         zero = {node for node, value in zip(zero, values, strict=True) if not value.any()}
-    attention = {node for node in graph.nodes if kind(node) in ATTENTION}
-
-    def attends(term: Node, stream: Node) -> bool:
-        """Return whether a term is attention, or a block with it, that reads the other term."""
-        within = graph.between([term], [stream]) if stream in graph.ancestors[term] else ()
-        return not attention.isdisjoint(within)
-
     dropped = False
     for node in sums:
         for kept, term in _orders(node)[: 2 if kind(node) == "add" else 1]:
-            if term in zero and size(kept) == size(node) and not attends(term, kept):
-                node.replace_all_uses_with(kept)
-                graph.output = kept if graph.output is node else graph.output
+            if term not in zero or size(kept) != size(node):
+                continue
+            if kept not in graph.ancestors[term] or not _attends(graph, term, kept):
+                _replace(graph, node, kept)
                 dropped = True
                 break
     if dropped:
@@ -165,27 +207,24 @@ def drop_zero_terms(graph: Graph) -> bool:
     return dropped
 
 
-def drop_low_rank_terms(graph: Graph) -> bool:
+def _attends(graph: Graph, branch: Node, x: Node) -> bool:
+    """Return whether a branch that begins at x is attention, or a block with it."""
+    return any(kind(node) in ATTENTION for node in graph.between([branch], [x]))
+
+
+@_at_every_node
+def drop_low_rank_terms(graph: Graph, node: Node) -> bool:
     """Remove low-rank terms such as LoRA's: a projection to a few channels, followed by another.
 
     They are listed in `graph.low_rank`.
-
-    Returns:
-        Whether there was such a term.
     """
-    for node in graph.nodes:
-        if node not in graph.live or kind(node) != "add" or len(node.all_input_nodes) != 2:
-            continue
+    if node in graph.live and kind(node) == "add" and len(node.all_input_nodes) == 2:
         for kept, term in _orders(node):
-            rank = _rank(graph, term)
-            if rank and not _rank(graph, kept) and size(kept) == size(node):
+            if _rank(graph, term) and not _rank(graph, kept) and size(kept) == size(node):
                 graph.low_rank.append(term)
-                node.replace_all_uses_with(kept)
-                graph.output = kept if graph.output is node else graph.output
-                break
-    if graph.low_rank:
-        _prune(graph)
-    return bool(graph.low_rank)
+                _replace(graph, node, kept)
+                return True
+    return False
 
 
 def _rank(graph: Graph, term: Node) -> int:
@@ -210,28 +249,19 @@ def _rank(graph: Graph, term: Node) -> int:
     return 0
 
 
-def merge_stacked_products(graph: Graph) -> bool:
-    """Replace `stack([a[:, i] @ b[:, i] for i in range(n)], 1)`, a loop over heads, by `a @ b`.
-
-    Returns:
-        Whether there was such a loop.
-    """
-    merged = False
-    for node in [node for node in graph.nodes if kind(node) == "stack"]:
-        items = tensor_inputs(node)
-        dim: Any = node.args[1] if len(node.args) > 1 else 0
-        factors = {_selected_factors(item, dim, i) for i, item in enumerate(items)}
-        found = factors.pop() if len(factors) == 1 else None
-        if found is None or size(found[0])[dim] != len(items):
-            continue
-        with node.graph.inserting_before(node):
-            product = node.graph.call_function(aten.matmul.default, found)
-        product.meta = dict(node.meta)
-        node.replace_all_uses_with(product)
-        merged = True
-    if merged:
-        _prune(graph)
-    return merged
+@_at_every_node
+def merge_stacked_products(graph: Graph, node: Node) -> bool:
+    """Replace `stack([a[:, i] @ b[:, i] for i in range(n)], 1)`, a loop over heads, by `a @ b`."""
+    if kind(node) != "stack":
+        return False
+    items = tensor_inputs(node)
+    dim: Any = node.args[1] if len(node.args) > 1 else 0
+    factors = {_selected_factors(item, dim, i) for i, item in enumerate(items)}
+    found = factors.pop() if len(factors) == 1 else None
+    if found is None or size(found[0])[dim] != len(items):
+        return False
+    node.replace_all_uses_with(insert(node, aten.matmul.default, found))
+    return True
 
 
 def _selected_factors(item: Node, dim: int, i: int) -> tuple[Node, Node] | None:
@@ -250,25 +280,22 @@ def _selected_factors(item: Node, dim: int, i: int) -> tuple[Node, Node] | None:
     return (a, b) if 0 <= dim < len(size(a)) - 2 else None
 
 
-def split_projections(graph: Graph) -> bool:
+@_at_every_node
+def split_projections(graph: Graph, node: Node) -> bool:
     """Change parts such as `linear(x, w, b)[..., 5:9]` to projections `linear(x, w[5:9], b[5:9])`.
 
     One projection may compute q, k, v and what the MLP reads.
-
-    Returns:
-        Whether there was such a part.
     """
-    parts = [(node, part) for node in graph.nodes if kind(node) == "linear"
-             for user in node.users for part in _parts_of_channels(node, user)]  # fmt: skip
-    for node, (part, start) in parts:
+    users = node.users if kind(node) == "linear" else ()
+    parts = [part for user in users for part in _parts_of_channels(node, user)]
+    for part, start in parts:
         x, *parameters = tensor_inputs(node)
-        with node.graph.inserting_before(part):
-            own = [_rows(parameter, start, size(part)[-1]) for parameter in parameters]
-            projection = node.graph.call_function(aten.linear.default, (x, *own))
-        projection.meta = dict(part.meta)
-        part.replace_all_uses_with(projection)
-    if parts:
-        _prune(graph)
+        count = size(part)[-1]
+        rows = [
+            insert(part, aten.slice.Tensor, (p, 0, start, start + count), p, (count, *size(p)[1:]))
+            for p in parameters
+        ]
+        part.replace_all_uses_with(insert(part, aten.linear.default, (x, *rows)))
     return bool(parts)
 
 
@@ -285,38 +312,23 @@ def _parts_of_channels(node: Node, user: Node) -> list[tuple[Node, int]]:
     return []
 
 
-def _rows(parameter: Node, start: int, count: int) -> Node:
-    """Insert a slice of the first axis of a parameter."""
-    rows = parameter.graph.call_function(aten.slice.Tensor, (parameter, 0, start, start + count))
-    rows.meta = {**parameter.meta, "shape": (count, *size(parameter)[1:])}
-    return rows
-
-
-def split_stacked_parameters(graph: Graph) -> None:
+@_at_every_node
+def split_stacked_parameters(graph: Graph, parameter: Node) -> bool:
     """Make `parameter[0]`, `parameter[1]`, … inputs of the graph, as if each were a parameter.
 
     This is done for parameters that hold the weights of several layers, or of several parts of one
     layer: they are read as slices only, one after the other. Slices that are read side by side are
     those of a fused projection of q, k and v.
     """
-    stacked = []
-    for parameter in list(graph.names):
-        slices = _slices(parameter)
-        readers = [graph.first_reader(nodes) for nodes in slices.values()]
-        in_turn = all(before in graph.ancestors[after] for before, after in pairwise(readers))
-        if not slices or not in_turn:
-            continue
-        name, values = graph.names.pop(parameter), graph.values[parameter]
-        for i, nodes in slices.items():
-            with nodes[0].graph.inserting_before(nodes[0]):
-                layer = nodes[0].graph.placeholder(f"{parameter.name}_{i}")
-            layer.meta = dict(nodes[0].meta)
-            graph.names[layer], graph.values[layer] = f"{name}[{i}]", values[i]
-            for node in nodes:
-                node.replace_all_uses_with(layer)
-        stacked.append(parameter)
-    if stacked:
-        _prune(graph)
+    slices = _slices(parameter) if parameter in graph.names else {}
+    readers = [graph.first_reader(nodes) for nodes in slices.values()]
+    in_turn = all(before in graph.ancestors[after] for before, after in pairwise(readers))
+    if not slices or not in_turn:
+        return False
+    name, values = graph.names.pop(parameter), graph.values[parameter]
+    for i, nodes in slices.items():
+        _input(graph, nodes, f"{parameter.name}_{i}", f"{name}[{i}]", values[i])
+    return True
 
 
 def _slices(parameter: Node) -> dict[int, list[Node]]:
@@ -337,55 +349,43 @@ def _slices(parameter: Node) -> dict[int, list[Node]]:
     return dict(sorted(found.items()))
 
 
-def add_biases_to_projections(graph: Graph) -> None:
+@_at_every_node
+def add_biases_to_projections(graph: Graph, node: Node) -> bool:
     """Change `(x + h @ w) + b`, which is how Python reads `x + h @ w + b`, to `x + (h @ w + b)`."""
-    changed = False
-    for node in [node for node in graph.nodes if node in graph.live and _is_sum(node)]:
-        total, bias = sorted(tensor_inputs(node), key=graph.live.__contains__, reverse=True)
-        if bias in graph.live or not _is_sum(total) or len(total.users) > 1:
-            continue
-        if size(total) != size(node) or not graph.parameters_of[bias]:
-            continue
-        if prod(size(bias)) != size(node)[-1]:  # not one vector for all tokens
-            continue
-        branches = [a for a in tensor_inputs(total) if _is_bare_projection(graph, a)]
-        streams = [a for a in live_inputs(graph, total) if a not in branches]
-        if len(branches) != 1 or len(streams) != 1 or size(branches[0]) != size(node):
-            continue
-        with node.graph.inserting_before(node):
-            with_bias = node.graph.call_function(aten.add.Tensor, (branches[0], bias))
-        with_bias.meta = dict(node.meta)
-        node.args = (streams[0], with_bias)
-        changed = True
-    if changed:
-        _prune(graph)
+    if node not in graph.live or not _is_sum(node):
+        return False
+    total, bias = sorted(tensor_inputs(node), key=graph.live.__contains__, reverse=True)
+    if bias in graph.live or not _is_sum(total) or len(total.users) > 1:
+        return False
+    if size(total) != size(node) or not graph.parameters_of[bias]:
+        return False
+    if prod(size(bias)) != size(node)[-1]:  # not one vector for all tokens
+        return False
+    branches = [a for a in tensor_inputs(total) if _is_bare_projection(graph, a)]
+    streams = [a for a in live_inputs(graph, total) if a not in branches]
+    if len(branches) != 1 or len(streams) != 1 or size(branches[0]) != size(node):
+        return False
+    node.args = (streams[0], insert(node, aten.add.Tensor, (branches[0], bias)))
+    return True
 
 
-def add_attention_first(graph: Graph) -> None:
+@_at_every_node
+def add_attention_first(graph: Graph, total: Node) -> bool:
     """Change `x + mlp(x) + attn(x)`, a block with parallel branches, to `x + attn(x) + mlp(x)`."""
-    attention = {node for node in graph.nodes if kind(node) in ATTENTION}
-    changed = False
-
-    def attends(branch: Node, x: Node) -> bool:
-        return not attention.isdisjoint(graph.between([branch], [x]))
-
-    for total in [node for node in graph.nodes if node in graph.live and _is_sum(node)]:
-        for first, attn in _orders(total):
-            if not {first, attn} <= graph.live or not _is_sum(first) or len(first.users) > 1:
+    for first, attn in _orders(total) if total in graph.live and _is_sum(total) else ():
+        if not {first, attn} <= graph.live or not _is_sum(first) or len(first.users) > 1:
+            continue
+        above = graph.ancestors[attn]
+        for x, mlp in _orders(first):
+            if mlp not in graph.live or x not in above & graph.ancestors[mlp]:
                 continue
-            above = graph.ancestors[attn]
-            for x, mlp in _orders(first):
-                if mlp not in graph.live or x not in above & graph.ancestors[mlp]:
-                    continue
-                if {first, mlp} & above:  # attention reads the MLP, as in the next block
-                    continue
-                if attends(attn, x) and not attends(mlp, x) and size(x) == size(attn):
-                    total.prepend(first)
-                    first.args, total.args = (x, attn), (first, mlp)
-                    changed = True
-                    break
-    if changed:
-        _prune(graph)
+            if {first, mlp} & above:  # attention reads the MLP, as in the next block
+                continue
+            if _attends(graph, attn, x) and not _attends(graph, mlp, x) and size(x) == size(attn):
+                total.prepend(first)
+                first.args, total.args = (x, attn), (first, mlp)
+                return True
+    return False
 
 
 def _orders(node: Node) -> list[tuple[Node, Node]]:
@@ -394,41 +394,35 @@ def _orders(node: Node) -> list[tuple[Node, Node]]:
     return [(one, other), (other, one)]
 
 
-def drop_repetitions_by_one(graph: Graph) -> None:
+@_at_every_node
+def drop_repetitions_by_one(graph: Graph, node: Node) -> bool:
     """Remove `repeat_interleave(1, dim)`, as where heads of keys are repeated for no other head."""
-    changed = False
-    for node in [node for node in graph.nodes if kind(node) == "repeat_interleave"]:
-        repeated = tensor_inputs(node)[0]
-        if node.args[1:2] == (1,) and size(node) == size(repeated):
-            node.replace_all_uses_with(repeated)
-            changed = True
-    if changed:
-        _prune(graph)
+    if kind(node) != "repeat_interleave" or node.args[1:2] != (1,):
+        return False
+    repeated = tensor_inputs(node)[0]
+    if size(node) != size(repeated):
+        return False
+    node.replace_all_uses_with(repeated)
+    return True
 
 
-def look_up_rows(graph: Graph) -> None:
+@_at_every_node
+def look_up_rows(graph: Graph, node: Node) -> bool:
     """Change `table[:, ids]`, of a table (C, V), to a look-up in the rows of its transpose."""
-    changed = False
-    for node in [node for node in graph.nodes if kind(node) == "index" and node in graph.live]:
-        table, indices = node.args[:2]
-        if not isinstance(table, Node) or not isinstance(indices, (list, tuple)):
-            continue
-        if table in graph.live or len(size(table)) != 2 or len(indices) != 2 or indices[0]:
-            continue
-        last = len(size(node)) - 1
-        with node.graph.inserting_before(node):
-            rows = node.graph.call_function(aten.permute.default, (table, [1, 0]))
-            found = node.graph.call_function(aten.index.Tensor, (rows, [indices[1]]))
-            moved = node.graph.call_function(aten.permute.default, (found, [last, *range(last)]))
-        shapes = size(table)[::-1], (*size(node)[1:], size(node)[0]), size(node)
-        for new, shape in zip((rows, found, moved), shapes, strict=True):
-            new.meta = {**node.meta, "shape": shape}
-        node.replace_all_uses_with(moved)
-        if graph.output is node:
-            graph.output = moved
-        changed = True
-    if changed:
-        _prune(graph)
+    if kind(node) != "index" or node not in graph.live:
+        return False
+    table, indices = node.args[:2]
+    if not isinstance(table, Node) or not isinstance(indices, (list, tuple)):
+        return False
+    if table in graph.live or len(size(table)) != 2 or len(indices) != 2 or indices[0]:
+        return False
+    shape = size(node)
+    last = len(shape) - 1
+    rows = insert(node, aten.permute.default, (table, [1, 0]), shape=size(table)[::-1])
+    found = insert(node, aten.index.Tensor, (rows, [indices[1]]), shape=(*shape[1:], shape[0]))
+    moved = insert(node, aten.permute.default, (found, [last, *range(last)]))
+    _replace(graph, node, moved)
+    return True
 
 
 def _is_sum(node: Node) -> bool:
@@ -509,14 +503,8 @@ def _make_input(
     graph: Graph, end: Node, sources: tuple[Node, ...], op: Affine | WeightNorm
 ) -> None:
     """Replace the computation of a weight by a placeholder named after its last parameter."""
-    with end.graph.inserting_before(end):
-        weight = end.graph.placeholder(f"derived_{end.name}")
-    weight.meta = dict(end.meta)
-    end.replace_all_uses_with(weight)
-    names = tuple(graph.names[node] for node in sources)
+    names = tuple(graph.names.pop(node) for node in sources)
     derived = Derived(names, tuple(graph.values[node] for node in sources), op)
+    value = op.save(derived.values)
+    weight = _input(graph, [end], f"derived_{end.name}", names[-1], value)
     graph.derived[weight] = derived
-    graph.values[weight] = op.save(derived.values)
-    graph.names[weight] = names[-1]
-    for node in sources:
-        del graph.names[node]
