@@ -36,7 +36,7 @@ from compat.adaptation.repair.syntax import (
     variable,
     variables,
 )
-from compat.adaptation.repair.tensors import assigned_values, definition
+from compat.adaptation.repair.values import assigned_values, definition
 
 CODES = ("erf_gelu", "relu", "silu", "other_activation")
 

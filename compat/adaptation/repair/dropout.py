@@ -8,14 +8,7 @@ from collections.abc import Iterator
 
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, fixes
-from compat.adaptation.repair.source import (
-    code_of,
-    enclosing,
-    find,
-    indent_of,
-    operand_code,
-    span,
-)
+from compat.adaptation.repair.source import code_of, enclosing, find, indent_of, operand_code, span
 from compat.adaptation.repair.syntax import (
     argument,
     assigned,

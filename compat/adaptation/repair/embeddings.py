@@ -45,8 +45,14 @@ from compat.adaptation.repair.syntax import (
     sides,
     variable,
 )
-from compat.adaptation.repair.tensors import definition, operand, size_of
-from compat.adaptation.repair.values import calls_of, functions, hyperparameters
+from compat.adaptation.repair.values import (
+    calls_of,
+    definition,
+    functions,
+    hyperparameters,
+    operand,
+    size_of,
+)
 
 # Names of an embedding's argument that is its width.
 _WIDTH = re.compile(r"dim|model|embd|embed(?!dings)|width|hidden|features")

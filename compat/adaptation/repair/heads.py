@@ -12,7 +12,7 @@ from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, edited, fixes, rewritten
 from compat.adaptation.repair.held import unread
 from compat.adaptation.repair.modules import unused_module
-from compat.adaptation.repair.scale import head_size_in_scale
+from compat.adaptation.repair.scores import SDPA, head_size_in_scale, products, score_products
 from compat.adaptation.repair.source import (
     code_of,
     enclosing,
@@ -38,17 +38,16 @@ from compat.adaptation.repair.syntax import (
     variable,
     variables,
 )
-from compat.adaptation.repair.tensors import (
-    HEAD_SIZE,
-    SDPA,
-    operand,
-    products,
-    score_products,
-    size_of,
-    unique,
-)
-from compat.adaptation.repair.values import classes, hyperparameters
+from compat.adaptation.repair.values import HEAD_SIZE, classes, hyperparameters, operand, size_of
 from compat.user_models.synonyms import role_of
+
+
+def unique(candidates: Iterator[Edits]) -> Iterator[Edits]:
+    seen = set()
+    for edits in candidates:
+        if tuple(edits) not in seen:
+            seen.add(tuple(edits))
+            yield edits
 
 
 @fixes("no_head_split_transpose")

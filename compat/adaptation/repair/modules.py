@@ -23,8 +23,7 @@ from compat.adaptation.repair.syntax import (
     own_attribute,
     sides,
 )
-from compat.adaptation.repair.tensors import operand
-from compat.adaptation.repair.values import settings
+from compat.adaptation.repair.values import operand, settings
 
 # The modules of torch with this argument.
 DECODER = "TransformerDecoder"

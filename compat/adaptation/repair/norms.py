@@ -29,7 +29,6 @@ from compat.adaptation.repair.syntax import (
     name_of,
     sides,
 )
-from compat.adaptation.repair.tensors import is_method, operand, operands
 from compat.adaptation.repair.values import (
     attempts,
     calls_of,
@@ -37,7 +36,10 @@ from compat.adaptation.repair.values import (
     classes,
     constructions,
     functions,
+    is_method,
     numeral,
+    operand,
+    operands,
     origins,
     plus,
 )
