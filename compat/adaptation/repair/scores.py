@@ -11,7 +11,7 @@ from itertools import islice, permutations
 from typing import TypeGuard
 
 from compat.adaptation.repair.edits import Edit, Edits
-from compat.adaptation.repair.fixes import Site, edited, fixes, rewritten
+from compat.adaptation.repair.fixes import Site, fixes, followed
 from compat.adaptation.repair.source import (
     Source,
     code_around,
@@ -36,6 +36,7 @@ from compat.adaptation.repair.syntax import (
     is_product,
     is_self,
     is_size,
+    is_sum,
     last_name,
     name_of,
     own_attribute,
@@ -207,9 +208,9 @@ def _head_sizes(site: Site, place: ast.expr) -> list[str]:
 def _is_quotient(node: ast.AST) -> bool:
     """Return whether a node is `a // b` or `int(a / b)`."""
     match node:
-        case ast.Call(ast.Name("int"), [ast.BinOp(_, ast.Div(), _)]):
-            return True
-        case ast.BinOp(_, ast.FloorDiv(), _):
+        case ast.BinOp(_, ast.FloorDiv(), _) | ast.Call(
+            ast.Name("int"), [ast.BinOp(_, ast.Div(), _)]
+        ):
             return True
     return False
 
@@ -223,7 +224,7 @@ def _own_head_sizes(
     for node in find(ast.Attribute, cls):
         name = own_attribute(node)
         if isinstance(node.ctx, ast.Store) and name:
-            value = next((v for v, u in assigned_values(cls, name) if u is None), None)
+            value = next(iter(assigned_values(cls, name)), None)
             early = node not in inside or node.lineno < place.lineno
             named = HEAD_SIZE.match(name) is not None and is_number(site, value)
             if early and value is not None and (_is_quotient(value) or named):
@@ -260,23 +261,16 @@ def _operand_sizes(site: Site, function: ast.FunctionDef) -> list[str]:
             summed = [i for i, letter in enumerate(terms[1]) if letter not in terms[3]]
             found += [size_of(site, product.left.id, i - len(terms[1])) for i in summed]
         elif not product.subscripts:
-            left, right = product.left, product.right
-            if isinstance(left, ast.Name):
-                found.append(size_of(site, left.id, -1))
-            elif (name := _transposed(right)) is not None:
-                found.append(size_of(site, name, -1))
+            match product.left, product.right:
+                case (ast.Name(name), _) | (
+                    _, ast.Call(ast.Attribute(ast.Name(name), "transpose"))
+                    | ast.Attribute(ast.Name(name))  # k.mT
+                ):  # fmt: skip
+                    found.append(size_of(site, name, -1))
     for call in find_calls(SDPA, within=function):
         if call.args and isinstance(call.args[0], ast.Name):
             found.append(size_of(site, call.args[0].id, -1))
     return found
-
-
-def _transposed(node: ast.expr) -> str | None:
-    """Return `k` for `k.transpose(-2, -1)` and `k.mT`."""
-    match node:
-        case ast.Call(ast.Attribute(ast.Name(name), "transpose")) | ast.Attribute(ast.Name(name)):
-            return name
-    return None
 
 
 def _quotients(cls: ast.ClassDef, function: ast.FunctionDef | None) -> list[str]:
@@ -419,31 +413,29 @@ def flipped_flags(site: Site) -> Iterator[Edits]:
 @fixes("scale_by_d_model", "wrong_scale", "no_attn_scale")
 def head_size_in_scale(site: Site) -> Iterator[Edits]:
     """Write the number that scales the scores with the size of a head."""
-    values = site.values
-    code, found, expected = site.finding.code, values["found"], values["expected"]
+    values, code = site.values, site.finding.code
+    found, expected = values["found"], values["expected"]
     factors = _factors(site)
     if code == "no_attn_scale":  # one that has no effect, or one that undoes the default of SDPA
         if find_calls(SDPA, within=site.region):
-            for factor in factors:
-                if factor.rest is not None:
-                    yield from _without(factor)
+            yield from ([_without(factor)] for factor in factors if factor.rest is not None)
         factors = [f for f in factors if _is_one(site, f.node)]
+    else:
+        yield from _one_of_two(site, factors)
     change = math.log(expected / found) / math.log(values["d_head"]) if found > 0 else math.nan
     inverse = found > 0 and abs(found * expected - 1) < 1e-5
-    if code != "no_attn_scale":
-        yield from _one_of_two(site, factors)
     for factor in factors:
         if inverse:
-            yield from _turned(factor)
+            yield _turned(factor)
         parts = list(_parts(site, factor.node, factor.divides))
         if code == "wrong_scale":
             yield from _other_factor(site, factor, change)
             for part, divides in parts:
                 for exponent, power in _exponents(part):
                     for step in (change, change / 2):
-                        new = power - step if divides else power + step
-                        if round(new * 4) and abs(new * 4 - round(new * 4)) < 1e-3:
-                            yield [Edit.replace(exponent, f"{round(new * 4) / 4:g}")]
+                        quarters = 4 * (power - step if divides else power + step)
+                        if round(quarters) and abs(quarters - round(quarters)) < 1e-3:
+                            yield [Edit.replace(exponent, f"{round(quarters) / 4:g}")]
         if code == "scale_by_d_model":
             for part, _ in parts:
                 for size in _sizes_in(part):
@@ -463,7 +455,7 @@ def head_size_in_scale(site: Site) -> Iterator[Edits]:
             for other in list(dict.fromkeys([*own, *_head_sizes(site, part)]))[:3]:
                 yield [_replaced(part, _root(site, other, divides, root))]
         if factor.rest is not None:
-            yield from _without(factor)
+            yield [_without(factor)]
 
 
 def _one_of_two(site: Site, factors: list[Factor]) -> Iterator[Edits]:
@@ -472,8 +464,7 @@ def _one_of_two(site: Site, factors: list[Factor]) -> Iterator[Edits]:
         if outer.rest is inner.whole:
             for size in _head_sizes(site, outer.node)[:3]:
                 root = _replaced(outer.node, _root(site, size, outer.divides))
-                for removed in _without(inner):
-                    yield [*removed, root]
+                yield [_without(inner), root]
 
 
 def _is_one(site: Site, node: ast.expr) -> bool:
@@ -519,7 +510,7 @@ def _known_scales(site: Site, place: ast.expr, divides: bool) -> list[str]:
         name = own_attribute(node)
         if name is None or not isinstance(node.ctx, ast.Store):
             continue
-        value = next((v for v, u in assigned_values(cls, name) if u is None), None)
+        value = next(iter(assigned_values(cls, name)), None)
         if _is_root(value) and is_number(site, value):
             inverse = f"(1.0 / self.{name})" if divides else f"1.0 / self.{name}"
             found.append(f"self.{name}" if _is_reciprocal(value) != divides else inverse)
@@ -543,7 +534,7 @@ def _replaced(node: ast.expr, text: str) -> Edit:
     return Edit.replace_group(node, text)
 
 
-def _turned(factor: Factor) -> Iterator[Edits]:
+def _turned(factor: Factor) -> Edits:
     """Divide instead of multiplying, or the other way round."""
     old, new, method = ("/", "*", "mul") if factor.divides else ("*", "/", "div")
     match factor.whole:
@@ -552,30 +543,27 @@ def _turned(factor: Factor) -> Iterator[Edits]:
         case ast.AugAssign(target, _, value):
             start, end = span(target)[1], grouped_span(value)[0]
         case ast.Call(ast.Attribute(attr=name) as func) if name.rstrip("_") in FACTORS:
-            yield [Edit.rename(func, f"{method}_" if name.endswith("_") else method)]
-            return
+            return [Edit.rename(func, f"{method}_" if name.endswith("_") else method)]
         case _:
-            return
+            return []
     operator = source_of(factor.node).text[start:end]
-    yield [Edit.at(factor.node, start, end, operator.replace(old, new, 1))]
+    return [Edit.at(factor.node, start, end, operator.replace(old, new, 1))]
 
 
-def _without(factor: Factor) -> Iterator[Edits]:
+def _without(factor: Factor) -> Edit:
     """Leave the factor out."""
     whole = factor.whole
     if isinstance(whole, ast.AugAssign):
-        yield [Edit.remove(whole)]
-        return
+        return Edit.remove(whole)
     rest = needed(factor.rest)
     match parent_of(whole):
         case ast.Expr() as statement:
-            yield [Edit.remove(statement)]
+            return Edit.remove(statement)
         case ast.Assign([target]) as statement if code_of(target) == code_of(rest):
-            yield [Edit.remove(statement)]
+            return Edit.remove(statement)
         case ast.Assign() | ast.Return() | ast.AugAssign():
-            yield [Edit.replace(whole, code_of(rest))]
-        case _:
-            yield [Edit.replace(whole, operand_code(rest))]
+            return Edit.replace(whole, code_of(rest))
+    return Edit.replace(whole, operand_code(rest))
 
 
 def _other_factor(site: Site, factor: Factor, change: float) -> Iterator[Edits]:
@@ -635,13 +623,9 @@ DIMENSIONS = "softmax log_softmax Softmax sum max amax logsumexp cumsum".split()
 @fixes("scaled_probs")
 def scale_before_softmax(site: Site) -> Iterator[Edits]:
     """Multiply the scores and not the probabilities by a number, or neither of them."""
-    for scaled in find(ast.BinOp, site.statement):
-        if not isinstance(scaled.op, (ast.Mult, ast.Div)):
-            continue
+    for scaled in filter(is_product, find(ast.BinOp, site.statement)):
         sign = "/" if isinstance(scaled.op, ast.Div) else "*"
-        sides = [(scaled.left, scaled.right)]
-        sides += [(scaled.right, scaled.left)] if sign == "*" else []
-        for probs, factor in sides:
+        for factor, probs in sides(scaled)[: 1 if sign == "/" else 2]:
             alone = Edit.unwrap(scaled, probs)
             for _, scores in softmax_calls(site)[:2]:
                 moved = f"{operand_code(scores)} {sign} {operand_code(factor)}"
@@ -653,10 +637,8 @@ def scale_before_softmax(site: Site) -> Iterator[Edits]:
 def usual_sum(site: Site) -> Iterator[Edits]:
     """Remove the 1 that is added to the sum of exponentials."""
     for place in site.everywhere:
-        for node in find(ast.BinOp, place.statement):
-            for part, other in sides(node):
-                if isinstance(node.op, ast.Add) and constant(other) == 1:
-                    yield Edit.unwrap(node, part)
+        for node in filter(is_sum, find(ast.BinOp, place.statement)):
+            yield from (Edit.unwrap(node, part) for part, one in sides(node) if constant(one) == 1)
 
 
 @fixes("other_softmax")
@@ -673,18 +655,15 @@ def softmax_of_scores(site: Site) -> Iterator[Edits]:
         candidates.append([Edit.insert_after(site.statement, line)])
     yield from candidates
     for edits in candidates:  # a mask may multiply the other function's weights
-        changed = edited(site, edits)
-        for moved in islice(mask_before_softmax(changed), 4):
-            yield rewritten(site, changed, moved)
+        yield from islice(followed(site, edits, mask_before_softmax), 4)
 
 
 @fixes("mask_after_softmax")
 def mask_before_softmax(site: Site) -> Iterator[Edits]:
     """Set the scores that a mask hides to -inf, and leave the probabilities alone."""
     for whole, kept, hidden in _late_masks(site):
-        statement = whole if isinstance(whole, ast.stmt) else statement_of(whole)
         for call, scores in softmax_calls(site)[:2]:
-            yield from _moved_mask(site, statement, whole, kept, hidden, call, scores)
+            yield _moved_mask(site, whole, kept, hidden, call, scores)
 
 
 def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
@@ -734,24 +713,22 @@ def _late_masks(site: Site) -> Iterator[tuple[ast.AST, ast.expr, str]]:
 
 
 def _moved_mask(
-    site: Site, statement: ast.stmt, whole: ast.AST, kept: ast.expr, hidden: str,
-    call: ast.Call, scores: ast.expr,
-) -> Iterator[Edits]:  # fmt: skip
-    """Yield a mask that hides `hidden`, moved from one statement to the scores of a softmax."""
+    site: Site, whole: ast.AST, kept: ast.expr, hidden: str, call: ast.Call, scores: ast.expr
+) -> Edits:
+    """Return a mask that hides `hidden`, moved from one statement to the scores of a softmax."""
+    statement = whole if isinstance(whole, ast.stmt) else statement_of(whole)
     softmax = statement_of(call)
     if softmax is statement and hidden:  # softmax(scores) * mask
-        if scores in set(ast.walk(kept)):
-            text = with_mask(scores, hidden).join(code_around(kept, scores))
-            yield [Edit.replace_group(whole, text)]
-        return
+        if scores not in set(ast.walk(kept)):
+            return []
+        text = with_mask(scores, hidden).join(code_around(kept, scores))
+        return [Edit.replace_group(whole, text)]
     alone = isinstance(whole, ast.stmt) or isinstance(parent_of(whole), ast.Expr)
     above = parent_of(whole)
     if isinstance(above, ast.Assign):
         alone = code_of(above.targets[0]) == code_of(kept)
-    if alone:
-        removed = Edit.remove(statement)
-    else:
-        removed = Edit.replace_group(whole, operand_code(kept))
+    without = Edit.replace_group(whole, operand_code(kept))
+    removed = Edit.remove(statement) if alone else without
     late = {
         node.id for node in find(ast.Name, site.region)
         if isinstance(node.ctx, ast.Store) and softmax.lineno < node.lineno < statement.lineno
@@ -761,13 +738,13 @@ def _moved_mask(
         hidden = f"{bool_like(site, name)}.triu(1)"
     line = mask_line(site.source, name, hidden)
     if not late:
-        yield [*edits, Edit.insert_before(softmax, *before, line), removed]
-    elif alone:  # the mask is created between the two
-        if isinstance(scores, ast.Name):
-            lines = [line, code_of(softmax)]
-        else:
-            lines = [with_mask(scores, hidden).join(code_around(softmax, scores))]
-        yield [Edit.remove(softmax), Edit.insert_before(statement, *lines), removed]
+        return [*edits, Edit.insert_before(softmax, *before, line), removed]
+    if not alone:
+        return []
+    lines = [line, code_of(softmax)]  # the mask is created between the two
+    if not isinstance(scores, ast.Name):
+        lines = [with_mask(scores, hidden).join(code_around(softmax, scores))]
+    return [Edit.remove(softmax), Edit.insert_before(statement, *lines), removed]
 
 
 @fixes("softmax_dim")
@@ -859,8 +836,7 @@ def _masks(site: Site, place: ast.stmt) -> list[tuple[str, ast.expr | None]]:
     found: list[tuple[str, ast.expr | None]] = []
     for node in find(ast.Name, function):
         if isinstance(node.ctx, ast.Store) and MASK.search(node.id) and node.lineno < place.lineno:
-            values = [v for v, u in assigned_values(function, node.id) if u is None]
-            found.append((node.id, values[-1] if values else None))
+            found.append((node.id, next(reversed(assigned_values(function, node.id)), None)))
     found += [(a.arg, None) for a in function.args.args if MASK.search(a.arg)]
     cls = site.cls_or_none
     for call in find_calls("register_buffer", within=cls) if cls is not None else []:
@@ -998,9 +974,7 @@ def module_mask(site: Site) -> Iterator[Edits]:
     """Pass a causal mask to a module of torch."""
     built = [called(call) for call in find(ast.Call, site.tree)]
     for call in site.calls:
-        value = definition(site, call.func) if own_attribute(call.func) else None
-        kinds = [called(n) for n in ast.walk(value) if isinstance(n, ast.Call)] if value else []
-        kinds = [kind for kind in kinds if kind in MODULE_MASKS]
+        kinds = [kind for kind in _built(site, call.func) if kind in MODULE_MASKS]
         if not kinds and isinstance(call.func, (ast.Name, ast.Subscript)):
             kinds = [kind for kind in MODULE_MASKS if kind in built]
         first = argument(call, 0, "query") or argument(call, 0, "src")
@@ -1010,12 +984,11 @@ def module_mask(site: Site) -> Iterator[Edits]:
         keyword = MODULE_MASKS[kinds[0]]
         names = [n.id for n in find(ast.Name, first) if n.id != "self"]
         x = names[-1] if names else operand_code(first)
-        length = f"{x}.size({1 if _is_batch_first(site) else 0})"
+        length, new = _new_mask(site, x)
         for mask, _ in _masks(site, statement):
             for size in dict.fromkeys([_length(site) or length, length]):
                 text = mask.format(T=size).replace("[:, :, ", "[")
                 yield [Edit.set_keyword(call, keyword, text)]
-        new = _new_mask(site, length, x)
         for present in call.keywords:
             if present.arg == keyword and isinstance(present.value, ast.Name):
                 name = present.value.id
@@ -1030,17 +1003,15 @@ def mask_in_loop(site: Site) -> Iterator[Edits]:
     """Call torch's layers in a loop, because an nn.Sequential of them passes no mask on."""
     match site.statement:
         case ast.Assign([ast.Name(x)], ast.Call(func, [ast.Name() as passed], []) as call):
-            value = definition(site, func) if own_attribute(func) else None
+            kinds = _built(site, func)
         case _:
             return
-    kinds = [called(n) for n in ast.walk(value) if isinstance(n, ast.Call)] if value else []
     layers = [kind for kind in kinds if kind in MODULE_MASKS]
     if kinds[:1] != ["Sequential"] or not layers:
         return
     keyword = MODULE_MASKS[layers[0]]
-    length = f"{passed.id}.size({1 if _is_batch_first(site) else 0})"
     lines = [
-        f"{keyword} = {_new_mask(site, length, passed.id)}",
+        f"{keyword} = {_new_mask(site, passed.id)[1]}",
         *([] if x == passed.id else [f"{x} = {passed.id}"]),
         f"for layer in {code_of(func)}:",
     ]
@@ -1053,22 +1024,24 @@ def mask_in_loop(site: Site) -> Iterator[Edits]:
     ]
 
 
-def _is_batch_first(site: Site) -> bool:
-    return any(keyword.arg == "batch_first" for keyword in find(ast.keyword, site.tree))
+def _built(site: Site, func: ast.expr) -> list[str]:
+    """Return the classes of the modules that are built for an attribute of `self`."""
+    value = definition(site, func) if own_attribute(func) else None
+    return [] if value is None else [called(n) for n in ast.walk(value) if isinstance(n, ast.Call)]
 
 
-def _new_mask(site: Site, length: str, x: str) -> str:
-    """Return a causal mask that is True at the tokens to be hidden, on the device of x."""
+def _new_mask(site: Site, x: str) -> tuple[str, str]:
+    """Return the length of x, and a causal mask of its size that is True at hidden tokens."""
+    batch_first = any(keyword.arg == "batch_first" for keyword in find(ast.keyword, site.tree))
+    length = f"{x}.size({1 if batch_first else 0})"
     ones, dtype = site.torch("torch.ones"), site.torch("torch.bool")
-    return f"{ones}({length}, {length}, dtype={dtype}, device={x}.device).triu(1)"
+    return length, f"{ones}({length}, {length}, dtype={dtype}, device={x}.device).triu(1)"
 
 
 @fixes("other_attention", "nan_scores", "no_mask", "mask_value")
 def infinite_mask(site: Site) -> Iterator[Edits]:
     """Set masked scores to -inf, where they are set to, or combined with, another number."""
     source, function = site.source, site.function
-    if function is None:
-        return
     calls = find(ast.Call, function)
     masked = any(keyword.arg in MODULE_MASKS.values() for c in calls for keyword in c.keywords)
     if not masked and not find_calls(SDPA, within=function) and not products(function):
@@ -1165,7 +1138,7 @@ def _other_offsets(call: ast.Call, diagonal: ast.expr, upper: bool) -> Iterator[
     function = enclosing(call, ast.FunctionDef)
     places = [diagonal]
     if isinstance(diagonal, ast.Name) and function is not None:
-        places += [v for v, u in assigned_values(function, diagonal.id) if u is None]
+        places += assigned_values(function, diagonal.id)
     for place in places:
         for node in find(ast.BinOp, place):
             if isinstance(node.op, (ast.Add, ast.Sub)) and is_integer(node.right):

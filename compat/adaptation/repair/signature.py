@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterator
 
 from compat.adaptation.repair.edits import Edit, Edits
-from compat.adaptation.repair.fixes import FIXES, UNSAFE, Site, edited, fixes, rewritten
+from compat.adaptation.repair.fixes import FIXES, UNSAFE, Site, fixes, followed
 from compat.adaptation.repair.source import enclosing, find, find_calls, source_of, span
 from compat.adaptation.repair.syntax import (
     called,
@@ -52,12 +52,10 @@ def with_new_argument(site: Site) -> Iterator[Edits]:
     role = NEEDED[site.finding.code]
     for cls in _classes(site):
         _, added = _size(site, cls, role) or ("", [])
-        if added:
-            changed = edited(site, added)
-            for fix in FIXES[site.finding.code]:
-                if fix not in UNSAFE:
-                    with contextlib.suppress(LookupError):  # as in the search
-                        yield from (rewritten(site, changed, edits) for edits in fix(changed))
+        for fix in FIXES[site.finding.code] if added else ():
+            if fix not in UNSAFE:
+                with contextlib.suppress(LookupError):  # as in the search
+                    yield from followed(site, added, fix)
 
 
 def _classes(site: Site) -> Iterator[ast.ClassDef]:

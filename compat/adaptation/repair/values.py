@@ -21,6 +21,7 @@ from compat.adaptation.repair.source import (
     span,
 )
 from compat.adaptation.repair.syntax import (
+    Function,
     argument,
     assigned,
     assignments,
@@ -51,16 +52,15 @@ HEAD_SIZE = re.compile(
 )
 
 
-def assigned_values(within: ast.AST, name: str) -> list[tuple[ast.expr, ast.expr | None]]:
-    """Yield values assigned to a variable or attribute, with the tuple of an unpacking."""
-    found: list[tuple[ast.expr, ast.expr | None]] = []
-    for node in find(ast.stmt, within):
-        for target, value in assigned(node):
-            if isinstance(target, ast.Tuple) and any(assigns(each, name) for each in target.elts):
-                found.append((value, target))
-            elif assigns(target, name):
-                found.append((value, None))
-    return found
+def assigned_values(within: ast.AST, name: str, *, unpacked: bool = False) -> list[ast.expr]:
+    """Return the values assigned to a variable or attribute, also those that are unpacked."""
+    return [
+        value
+        for node in find(ast.stmt, within)
+        for target, value in assigned(node)
+        for each in (target.elts if unpacked and isinstance(target, ast.Tuple) else [target])
+        if assigns(each, name)
+    ]  # fmt: skip
 
 
 def definition(site: Site, node: ast.expr) -> ast.expr | None:
@@ -78,9 +78,8 @@ def definition(site: Site, node: ast.expr) -> ast.expr | None:
         return None
     held = own_attribute(node) or ...
     found = [
-        value for scope in reversed(scopes)
-        for value, unpacked in assigned_values(scope, name) if unpacked is None
-        and not any(inner is node or own_attribute(inner) == held for inner in ast.walk(value))
+        value for scope in reversed(scopes) for value in assigned_values(scope, name)
+        if not any(inner is node or own_attribute(inner) == held for inner in ast.walk(value))
         and (isinstance(node, ast.Attribute) or value.lineno <= node.lineno)
     ]  # fmt: skip
     if not found and isinstance(scopes[0], ast.FunctionDef) and name not in parameters(scopes[0]):
@@ -162,7 +161,6 @@ def is_method(site: Site, call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and not known
 
 
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 DEPTH = 8  # how many names a value is followed through
 
 
@@ -213,7 +211,7 @@ def _before(site: Site, node: ast.expr) -> Iterator[ast.expr]:
 def _of_name(site: Site, node: ast.Name) -> Iterator[ast.expr]:
     """Yield the values assigned to a name in its function, its argument's, or else the file's."""
     for scope in ancestors(node):
-        if not isinstance(scope, FUNCTIONS):
+        if not isinstance(scope, Function):
             continue
         assigned = list(assignments(scope, node.id))
         yield from assigned
@@ -337,26 +335,22 @@ def passed(
     site: Site, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str
 ) -> Iterator[ast.expr]:
     """Yield what calls of a function, or of the class that it constructs, pass as an argument."""
-    cls = parent_of(function)
-    is_method = isinstance(cls, ast.ClassDef)
-    place = parameters(function).index(name) - is_method
-    target = function.name
-    if isinstance(cls, ast.ClassDef) and function.name == "__init__":
-        target = cls.name
+    place, target = parameters(function).index(name), function.name
+    if isinstance(cls := parent_of(function), ast.ClassDef):
+        place -= 1
+        target = cls.name if target == "__init__" else target
     for call in calls_of(site, target):
-        found = argument(call, place, name)
-        if found is not None:
+        if (found := argument(call, place, name)) is not None:
             yield found
 
 
 def attempts(site: Site, edits: Edits) -> Iterator[Edits]:
     """Yield edits that may belong together: the finding's statement's, then all, then each."""
     edits = list(dict.fromkeys(edits))
-    start, end = span(site.statement)
-    near = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
-    start, end = span(site.within)
-    around = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
-    yield from (group for group in (near, around, edits) if group)
+    for region in (site.statement, site.within):
+        start, end = span(region)
+        yield [e for e in edits if e.file == site.source.file and start <= e.start <= end]
+    yield edits
     yield from ([edit] for edit in edits)
 
 
