@@ -13,7 +13,6 @@ from compat.adaptation.repair.fixes import Site, fixes
 from compat.adaptation.repair.formulas import only, removed, unused
 from compat.adaptation.repair.held import place_of
 from compat.adaptation.repair.source import (
-    Source,
     block_of,
     code_around,
     code_of,
@@ -37,6 +36,7 @@ from compat.adaptation.repair.syntax import (
     own_attribute,
     parameters,
     self_assignments,
+    sides,
     variable,
     variables,
 )
@@ -75,20 +75,18 @@ class Residual:
 def residuals_of(statement: ast.stmt) -> list[Residual]:
     """Return the readings of a statement as a residual sum, the likeliest first."""
     match statement:
-        case ast.AugAssign(ast.Name() as target, ast.Add(), ast.Name() as value):
-            readings = [(target, value), (value, target)]
-            return [Residual(statement, None, stream, branch) for stream, branch in readings]
         case ast.AugAssign(ast.Name() as target, ast.Add(), value):
-            return [Residual(statement, None, target, value)]
+            swapped = (
+                [Residual(statement, None, value, target)] if isinstance(value, ast.Name) else []
+            )
+            return [Residual(statement, None, target, value), *swapped]
         case ast.Assign() | ast.Return():
-            pass
-        case _:
-            return []
-    for node in find(ast.BinOp, statement):
-        if isinstance(node.op, ast.Add) and not isinstance(parent_of(node), ast.Subscript):
-            pairs = [(node.left, node.right), (node.right, node.left)]
-            both = [Residual(statement, node, a, b) for a, b in pairs if isinstance(a, ast.Name)]
-            return [residual for residual in both if not isinstance(residual.branch, ast.Constant)]
+            for node in filter(is_sum, find(ast.BinOp, statement)):
+                if not isinstance(parent_of(node), ast.Subscript):
+                    return [
+                        Residual(statement, node, stream, branch) for branch, stream in sides(node)
+                        if isinstance(stream, ast.Name) and not isinstance(branch, ast.Constant)
+                    ]  # fmt: skip
     return []
 
 
@@ -99,14 +97,13 @@ def stored(statement: ast.stmt) -> set[str]:
 
 def tensor_reads(statement: ast.AST, name: str) -> list[ast.Name]:
     """Return where a statement reads a tensor, other than its shape and its type."""
-    found = []
-    for node in find(ast.Name, statement):
-        above = parent_of(node)
-        shape = isinstance(above, ast.Attribute) and above.attr in SHAPE
-        length = isinstance(above, ast.Call) and called(above) == "len"
-        if node.id == name and isinstance(node.ctx, ast.Load) and not (shape or length):
-            found.append(node)
-    return found
+
+    def is_size(node: ast.AST) -> bool:
+        is_length = isinstance(node, ast.Call) and called(node) == "len"
+        return is_length or (isinstance(node, ast.Attribute) and node.attr in SHAPE)
+
+    names = [node for node in find(ast.Name, statement) if node.id == name]
+    return [n for n in names if isinstance(n.ctx, ast.Load) and not is_size(parent_of(n))]
 
 
 def copied_as(statement: ast.stmt, name: str) -> str | None:
@@ -158,8 +155,8 @@ def norm_calls(site: Site, within: ast.AST) -> list[ast.Call]:
 
 def _normed_input(
     site: Site, residual: Residual, wrap: Wrap, dropped: tuple[ast.stmt, ...] = ()
-) -> Edits | None:
-    """Apply a norm to the input of a residual branch.
+) -> Edits:
+    """Apply a norm to the input of a residual branch; nothing if no statement reads it.
 
     Args:
         site: the finding.
@@ -186,7 +183,7 @@ def _normed_input(
         for statement in block[start + 1 : end + 1]:
             uses += [n for n in tensor_reads(statement, name) if n is not residual.stream]
     if not uses:
-        return None
+        return []
     first = next(s for s in block if uses[0] in set(ast.walk(s)))
     if copied is not None and first is not residual.statement:
         names = _passed_together(site, tensor)
@@ -238,12 +235,8 @@ def pre_norm(site: Site) -> Iterator[Edits]:
     functions = site.every(ast.FunctionDef)
     elsewhere = (site.around(each.body[0]) for each in functions)
     for places in (site.everywhere, elsewhere):
-        found = [
-            edits
-            for place in places
-            for statement in simple_statements(place)
-            if (edits := _post_to_pre(place, statement))
-        ]
+        pairs = ((place, each) for place in places for each in simple_statements(place))
+        found = [edits for place, each in pairs if (edits := _post_to_pre(place, each))]
         yield from _all_then_first(found)
         if found:
             break
@@ -270,7 +263,7 @@ def pre_norm_of_wrapper(site: Site) -> Iterator[Edits]:
                 case [ast.Name() as tensor, branch] if own_attribute(call.func) in held:
                     wrap: Wrap = f"{code_of(call.func)}.{name_of(norm.func)}({{}})".format
                     residual = Residual(statement, call, tensor, branch)
-                    edits += _normed_input(site.around(statement), residual, wrap) or []
+                    edits += _normed_input(site.around(statement), residual, wrap)
         yield edits
 
 
@@ -294,11 +287,9 @@ def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
 def norm_first(site: Site) -> Iterator[Edits]:
     """Set `norm_first` of torch's own layers."""
     for source in site.sources.values():
-        layers = [
-            c for c in find(ast.Call, source.tree) if re.match("Transformer.*Layer", called(c))
-        ]
-        if layers:
-            yield [Edit.set_keyword(call, "norm_first", "True") for call in layers]
+        calls = find(ast.Call, source.tree)
+        layers = [call for call in calls if re.match("Transformer.*Layer", called(call))]
+        yield [Edit.set_keyword(call, "norm_first", "True") for call in layers]
 
 
 @fixes("norm_on_output")
@@ -335,36 +326,32 @@ def residual_before_norm(site: Site) -> Iterator[Edits]:
     """Start the residual connections before the norms: the first norm then is not an extra one."""
     found: list[Edits] = []
     for statement in simple_statements(site):
-        for residual in residuals_of(statement):
-            if edits := _from_before_norm(site, residual):
-                found.append(edits)
-                break
-        else:
-            found += _normed_operand(site, statement)
-    yield from _all_then_first(found)
+        moved = (_from_before_norm(site, residual) for residual in residuals_of(statement))
+        found.append(next(filter(None, moved), []) or _normed_operand(site, statement))
+    yield from _all_then_first([edits for edits in found if edits])
 
 
-def _normed_operand(site: Site, statement: ast.stmt) -> list[Edits]:
+def _normed_operand(site: Site, statement: ast.stmt) -> Edits:
     """Remove the norm from `ln(x)` in `ln(x) + branch(ln(x))`."""
-    for node in find(ast.BinOp, statement):
-        for operand in (node.left, node.right) if is_sum(node) else ():
+    for node in filter(is_sum, find(ast.BinOp, statement)):
+        for operand in (node.left, node.right):
             match operand:
                 case ast.Call(_, [ast.Name() as tensor, *_]) if is_norm(site, operand):
-                    return [Edit.unwrap(operand, tensor)]
+                    return Edit.unwrap(operand, tensor)
     return []
 
 
-def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
+def _from_before_norm(site: Site, residual: Residual) -> Edits:
     name = residual.stream.id
     block = block_of(residual.statement)
     end = block.index(residual.statement)
     i = next((i for i in range(end - 1, -1, -1) if name in stored(block[i])), -1)
     if i < 0 or not isinstance(definition := block[i], ast.Assign):
-        return None
+        return []
     match (block[i - 1] if i else None), definition.value:
         case ((ast.Assign(_, ast.Call() as call) as before), ast.Name(copied) as value):
             if copied not in stored(before) or not is_norm(site, call):
-                return None
+                return []
             tensor = call.args[0]
             if not isinstance(tensor, ast.Name) or tensor.id != copied:  # h = ln(x); residual = h
                 return [Edit.replace(value, code_of(tensor))]
@@ -375,14 +362,10 @@ def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
         case _, ast.Call(_, [ast.Name(normed), *_]) as call if is_norm(site, call):
             if normed != name:  # h = ln(x); x = h + branch(h)
                 return [Edit.replace(residual.stream, normed)]
-            moved = _normed_input(site, residual, _wrap(call), (definition,))
-            return None if moved is None else _merged([removed(definition), *moved])
-    return None
-
-
-def _merged(edits: Edits) -> Edits:
-    """Return the edits without two that begin at the same place."""
-    return list({(edit.start, edit.end): edit for edit in edits}.values())
+            if moved := _normed_input(site, residual, _wrap(call), (definition,)):
+                edits = [removed(definition), *moved]  # without two of one place
+                return list({(edit.start, edit.end): edit for edit in edits}.values())
+    return []
 
 
 @fixes("extra_ln")
@@ -413,15 +396,14 @@ def removed_norm(site: Site) -> Iterator[Edits]:
 
 def _unused_norm(site: Site, call: ast.Call) -> Edits:
     """Return the removal of the module that only this call uses."""
-    source = site.source
     edits = unused(site, [call.func])
     if edits or not isinstance(call.func, ast.Attribute):
         return edits
     name = call.func.attr
-    if sum(node.attr == name for node in find(ast.Attribute, source.tree)) == 1:
-        for built in find(ast.Call, source.tree):
-            edits += [Edit.remove_argument(built, k) for k in built.keywords if k.arg == name]
-    return edits
+    if sum(node.attr == name for node in find(ast.Attribute, site.tree)) > 1:
+        return []
+    keywords = [(built, k) for built in find(ast.Call, site.tree) for k in built.keywords]
+    return [Edit.remove_argument(built, k) for built, k in keywords if k.arg == name]
 
 
 @fixes("extra_ln")
@@ -431,8 +413,8 @@ def removed_norm_module(site: Site) -> Iterator[Edits]:
         for call in find(ast.Call, source.tree):
             items: list[ast.expr | ast.keyword] = []
             if called(call) == "Sequential":
-                items = [a for a in call.args
-                         if isinstance(a, ast.Call) and is_norm_class(called(a))]  # fmt: skip
+                calls = (item for item in call.args if isinstance(item, ast.Call))
+                items = [item for item in calls if is_norm_class(called(item))]
             elif called(call).startswith("Transformer"):
                 items = [k for k in call.keywords if k.arg == "norm"]
             yield from ([Edit.remove_argument(call, item)] for item in items)
@@ -448,13 +430,12 @@ def added_norm(site: Site) -> Iterator[Edits]:
     sums = [r for statement in statements for r in residuals_of(statement)][:2]
     norms: list[tuple[str, Edits]] = [(name, []) for name in _unused_norms(site, site.cls)]
     if site.init_or_none is not None:
-        for name, statement, new in _new_norms(site, site.init, first):
-            insert = Edit.insert_before if first else Edit.insert_after
-            norms.append((name, [insert(statement, new)]))
-    for name, created in norms:
-        for residual in sums:
-            if edits := _normed_input(site, residual, _norm_like(site, name)):
-                yield [*created, *edits]
+        insert = Edit.insert_before if first else Edit.insert_after
+        new_norms = _new_norms(site, site.init, first)
+        norms += [(name, [insert(statement, new)]) for name, statement, new in new_norms]
+    for (name, created), residual in itertools.product(norms, sums):
+        if edits := _normed_input(site, residual, _norm_like(site, name)):
+            yield [*created, *edits]
 
 
 @fixes("shared_parameters")
@@ -476,18 +457,13 @@ def second_norm(site: Site) -> Iterator[Edits]:
 @fixes("missing_ln")
 def norm_of_wrapper(site: Site) -> Iterator[Edits]:
     """Apply the unused norm of a class that wraps the branches."""
-    source = site.source
-    for cls in find(ast.ClassDef, source.tree):
+    for cls in find(ast.ClassDef, site.tree):
         names = [] if cls is site.cls_or_none else _unused_norms(site, cls)
-        for name in names:
-            for statement in find(ast.Return, cls):
-                residuals = residuals_of(statement)
-                for residual in residuals:
-                    if edits := _normed_input(site, residual, _of_self(name)):
-                        yield edits
-                value = statement.value
-                if not residuals and isinstance(value, ast.Call) and value.args:
-                    tensor = value.args[0]
+        for name, statement in itertools.product(names, find(ast.Return, cls)):
+            residuals = residuals_of(statement)
+            yield from (_normed_input(site, each, _of_self(name)) for each in residuals)
+            match statement.value:
+                case ast.Call(_, [tensor, *_]) if not residuals:
                     yield [Edit.replace(tensor, f"self.{name}({code_of(tensor)})")]
 
 
@@ -551,11 +527,12 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
     """Yield code of a new norm, the user's norms first. Each name is known in the method."""
     known = {a.arg for a in ast.walk(init.args) if isinstance(a, ast.arg)} | site.imported
     known |= variables(init, ast.Store)
-    for statement in (each for source in _same_module(site) for each in source.tree.body):
-        if isinstance(statement, ast.ClassDef):
-            known.add(statement.name)
-        elif isinstance(statement, ast.Assign):
-            known |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    notebook = str(site.finding.file).partition("#")[0]  # whose cells are one module, or the file
+    for file, source in site.sources.items():
+        for each in source.tree.body if file.partition("#")[0] == notebook else ():
+            known |= {each.name} if isinstance(each, ast.ClassDef) else set()
+            if isinstance(each, ast.Assign):
+                known |= {target.id for target in each.targets if isinstance(target, ast.Name)}
     own = {n.attr for n in ast.walk(init) if isinstance(n, ast.Attribute)
            and isinstance(n.ctx, ast.Store)}  # fmt: skip
 
@@ -576,12 +553,6 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
     ]  # fmt: skip
     for width in widths or hyperparameters(site, init, "n_embd"):
         yield from (f"{cls}({width})" for cls in classes)
-
-
-def _same_module(site: Site) -> list[Source]:
-    """Return the source of the finding's line, and the other cells if it is one of a notebook."""
-    own = str(site.finding.file).partition("#")[0]
-    return [source for file, source in site.sources.items() if file.partition("#")[0] == own]
 
 
 @fixes("no_final_ln")
@@ -716,12 +687,10 @@ def _stream_last(site: Site) -> bool:
 def without_second_sum(site: Site) -> Iterator[Edits]:
     """Remove the second sum, or the assignment in place before it."""
     yield [Edit.remove(site.statement)]
-    before = [
-        s for s in simple_statements(site) if s.lineno < site.line and isinstance(s, ast.AugAssign)
-    ]
-    for statement in reversed(before):
-        new = f"{code_of(statement.target)} = {code_of(statement.value)}"
-        yield [Edit.replace(statement, new)]
+    for each in reversed(simple_statements(site)):
+        if each.lineno < site.line and isinstance(each, ast.AugAssign):
+            new = f"{code_of(each.target)} = {code_of(each.value)}"
+            yield [Edit.replace(each, new)]
 
 
 def _saved_residual(site: Site) -> Iterator[Edits]:
@@ -729,16 +698,11 @@ def _saved_residual(site: Site) -> Iterator[Edits]:
     statement, name = site.statement, variable(site.statement)
     if not name:
         return
-    saved = next(iter(_copies(simple_statements(site))), "") or site.new_name(
-        "residual", "shortcut"
-    )
-    before = itertools.takewhile(
-        lambda s: stored(s) == {name} and not residuals_of(s),
-        reversed(preceding(statement)),
-    )
-    after = itertools.takewhile(
-        lambda s: stored(s) == {name} and not norm_calls(site, s), following(statement)
-    )
+    saved = [*_copies(simple_statements(site)), site.new_name("residual", "shortcut")][0]
+    own = itertools.takewhile(lambda s: stored(s) == {name}, reversed(preceding(statement)))
+    before = itertools.takewhile(lambda s: not residuals_of(s), own)
+    own = itertools.takewhile(lambda s: stored(s) == {name}, following(statement))
+    after = itertools.takewhile(lambda s: not norm_calls(site, s), own)
     end = [statement, *after][-1]
     if isinstance(end, ast.Assign):
         added = Edit.replace(end.value, f"{saved} + {code_of(end.value)}")
@@ -795,9 +759,8 @@ def residual_from_attention(site: Site) -> Iterator[Edits]:
 @fixes("residual_from_norm", "doubled_residual")
 def branch_without_its_input(site: Site) -> Iterator[Edits]:
     """Let a branch return its result without its own input, which the block adds."""
-    for node in find(ast.BinOp, site.statement):
-        if is_sum(node):
-            yield from (Edit.unwrap(node, part) for part in (node.right, node.left))
+    for node in filter(is_sum, find(ast.BinOp, site.statement)):
+        yield from (Edit.unwrap(node, part) for part in (node.right, node.left))
 
 
 # Parallel branches.
@@ -809,16 +772,17 @@ def sequential_branches(site: Site) -> Iterator[Edits]:
     for later in [site.statement, *simple_statements(site)]:
         for stream, rest in _with_rest(_terms(later)):
             for attention, mlp in (rest, rest[::-1]) if len(rest) == 2 else ():
-                if edits := _split_shared(site, later, stream, attention, mlp):
-                    yield edits
+                yield _split_shared(site, later, stream, attention, mlp)
 
 
 def _terms(statement: ast.stmt) -> list[ast.expr]:
     """Return the terms of the sum that a statement assigns or returns."""
     value = getattr(statement, "value", None)
-    target = getattr(statement, "target", None) if isinstance(statement, ast.AugAssign) else None
     terms = _flat(value) if isinstance(value, ast.expr) else []
-    return [target, *terms] if isinstance(target, ast.Name) else terms
+    match statement:
+        case ast.AugAssign(ast.Name() as target):
+            return [target, *terms]
+    return terms
 
 
 def _flat(node: ast.expr) -> list[ast.expr]:
@@ -846,15 +810,15 @@ def _two_sums(
 
 def _split_shared(
     site: Site, statement: ast.stmt, stream: ast.Name, attention: ast.expr, mlp: ast.expr
-) -> Edits | None:
+) -> Edits:
     """Split the sum of branches that read one norm, which is applied once more for the MLP."""
     x, dropped = stream.id, []
     if isinstance(mlp, ast.Name):  # m = mlp(h); return x + a + m
         if (made := _assignment_before(statement, mlp.id)) is None:
-            return None
+            return []
         mlp, dropped = made.value, [Edit.remove(made)]
     if (normed := _normed_again(site, statement, mlp, x)) is None:
-        return None
+        return []
     last = span(stream)[0] > span(attention)[0]
     line, replaced = _two_sums(statement, x, last, code_of(attention), normed)
     return [*dropped, Edit.insert_before(statement, line), replaced]
@@ -905,16 +869,14 @@ def attention_added_first(site: Site) -> Iterator[Edits]:
         for stream, rest in _with_rest(_terms(last)):
             if len(rest) == 2:  # out = x + attention + mlp
                 for attention, mlp in (rest, rest[::-1]):
-                    if edits := _summed_first(site, last, None, stream, attention, mlp):
-                        yield edits
+                    yield _summed_first(site, last, None, stream, attention, mlp)
             before = reversed(preceding(last))
             total = next((s for s in before if stream.id in stored(s)), None)
             if len(rest) != 1 or total is None or len(stored(total)) != 1:
                 continue
             for x, others in _with_rest(_terms(total)):  # h = x + attention; out = h + mlp
                 if len(others) == 1:
-                    if edits := _summed_first(site, last, total, x, others[0], rest[0]):
-                        yield edits
+                    yield _summed_first(site, last, total, x, others[0], rest[0])
 
 
 def _with_rest(terms: list[ast.expr]) -> list[tuple[ast.Name, list[ast.expr]]]:
@@ -929,7 +891,7 @@ def _summed_first(
     stream: ast.Name,
     attention: ast.expr,
     mlp: ast.expr,
-) -> Edits | None:
+) -> Edits:
     """Move the statements that compute the MLP's branch behind the sum with attention.
 
     Args:
@@ -951,7 +913,7 @@ def _summed_first(
             derived |= stored(node)
     read = [node for s in [*moved, mlp] for name in names for node in tensor_reads(s, name)]
     if not read or any(hasattr(node, "body") for node in moved):
-        return None
+        return []
     total = stream.id if first is None else min(stored(first))
 
     def summed(node: ast.AST) -> str:
