@@ -394,17 +394,13 @@ class Search:
     def _edits(self, finding: Finding, texts: dict[str, str], unsafe: bool) -> Iterator[Edits]:
         if finding.file is None:
             return
-        names = list(dict.fromkeys([*_sources(finding.file), *self.imported]))
-        for name in names:
-            if name not in self.old:
-                self.old[name] = present_text(name)
+        names = dict.fromkeys([*_sources(finding.file), *self.imported])
+        self.old |= {name: present_text(name) for name in names if name not in self.old}
         sources = {name: Source(name, texts.get(name, self.old[name])) for name in names}
         site = Site(finding, sources, self.checkpoint.config, self.user_config)
         for fix in FIXES.get(finding.code, ()):
-            if fix in UNSAFE and not unsafe:
-                continue
             try:
-                yield from fix(site)
+                yield from fix(site) if unsafe or fix not in UNSAFE else ()
             except LookupError:  # the code lacks what the fix changes
                 continue
             except Exception as error:  # other fixes may still repair the model

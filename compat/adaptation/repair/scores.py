@@ -884,8 +884,7 @@ def _masked(site: Site, scores: str, mask: str, value: ast.expr | None) -> list[
     """Return scores to which a mask is applied, for the likeliest meanings of the mask."""
     inf, part = minus_inf(site.source), "" if value is None else code_of(value)
     hidden = f"{scores}.masked_fill({mask} == 0, {inf})"
-    shown = f"{scores}.masked_fill({mask}, {inf})" if "bool" in part else (
-        f"{scores}.masked_fill({mask}.bool(), {inf})")  # fmt: skip
+    shown = f"{scores}.masked_fill({mask}{'' if 'bool' in part else '.bool()'}, {inf})"
     added = f"{scores} + {mask}"
     if "inf" in part or "finfo" in part or "1e" in part:
         return [added]
@@ -897,26 +896,21 @@ def _masked(site: Site, scores: str, mask: str, value: ast.expr | None) -> list[
 @fixes("no_mask")
 def cached_mask(site: Site) -> Iterator[Edits]:
     """Pass a mask to `scaled_dot_product_attention` where a KV cache rules out `is_causal`."""
-    for call in site.calls:
-        if called(call) != SDPA or not is_cached(site.function_or_none) or len(call.args) < 2:
-            continue
-        statement, (q, k) = statement_of(call), call.args[:2]
-        if not isinstance(q, ast.Name) or not isinstance(k, ast.Name):
-            continue
-        queries, keys = size_of(site, q.id, -2), size_of(site, k.id, -2)
-        dtype = site.torch("torch.bool")
-        edits = []
-        causal = argument(call, 5, "is_causal")
-        if causal is not None and not isinstance(causal, ast.Constant):
-            edits.append(Edit.replace(causal, "False"))
-        name = site.new_name("attn_mask", "causal_mask", "visible")
-        lines = [
-            f"{name} = {site.torch('torch.ones')}({queries}, {keys}, dtype={dtype}, "
-            f"device={q.id}.device)",
-            f"{name} = {name}.tril({keys} - {queries})",
-        ]
-        edits.append(Edit.insert_before(statement, *lines))
-        yield [*edits, Edit.set_argument(call, 3, "attn_mask", name)]
+    name = site.new_name("attn_mask", "causal_mask", "visible")
+    ones, dtype = site.torch("torch.ones"), site.torch("torch.bool")
+    for call in site.calls if is_cached(site.function_or_none) else ():
+        match call.args:
+            case [ast.Name(q), ast.Name(k), *_] if called(call) == SDPA:
+                queries, keys = size_of(site, q, -2), size_of(site, k, -2)
+                lines = [
+                    f"{name} = {ones}({queries}, {keys}, dtype={dtype}, device={q}.device)",
+                    f"{name} = {name}.tril({keys} - {queries})",
+                ]
+                edits = [Edit.insert_before(statement_of(call), *lines)]
+                causal = argument(call, 5, "is_causal")
+                if causal is not None and not isinstance(causal, ast.Constant):
+                    edits.insert(0, Edit.replace(causal, "False"))
+                yield [*edits, Edit.set_argument(call, 3, "attn_mask", name)]
 
 
 @fixes("no_mask")
@@ -1059,10 +1053,9 @@ def infinite_mask(site: Site) -> Iterator[Edits]:
             yield [Edit.replace(mask, f"{operand_code(mask)}.bool()")]
             yield [Edit.replace(mask, f"{operand_code(mask)} == 0")]
     for node in find(ast.BinOp, function):
-        for mask, scores in sides(node):
-            if isinstance(node.op, (ast.Add, ast.Mult)) and _is_mask(mask):
-                text = with_mask(scores, f"{operand_code(mask)} == 0")
-                yield [Edit.replace(node, text)]
+        for mask, scores in sides(node) if isinstance(node.op, (ast.Add, ast.Mult)) else ():
+            if _is_mask(mask):
+                yield [Edit.replace(node, with_mask(scores, f"{operand_code(mask)} == 0"))]
     for augmented in find(ast.AugAssign, function):
         if _is_mask(augmented.value):
             hidden = f"{operand_code(augmented.value)} == 0"
@@ -1168,14 +1161,11 @@ def _comparisons(scope: ast.AST) -> Iterator[Edits]:
             if isinstance(part, ast.BinOp) and is_integer(part.right) and len(others) > 1:
                 yield [Edit.replace(part, code_of(part.left))]
         start, end = span(parts[0])[1], span(parts[1])[0]
-        if any(constant(part) is None for part in parts):
-            continue
-        if len(others) == 1 and not _near_mask(node):
+        if None in map(constant, parts) or (len(others) == 1 and not _near_mask(node)):
             continue
         for other in others:
             text = source_of(node).text[start:end].replace(old, other, 1)
-            if old:
-                yield [Edit.at(node, start, end, text)]
+            yield [Edit.at(node, start, end, text)]
 
 
 def _near_mask(node: ast.AST) -> bool:
@@ -1205,8 +1195,8 @@ def _applications(scope: ast.AST) -> Iterator[Edits]:
     """Use a mask the other way round, and without a step that leaves something out."""
     for call in find(ast.Call, scope):
         name = called(call).rstrip("_")
-        mask = argument(call, 0, "mask") if name == "masked_fill" else None
-        mask = argument(call, 0, "condition") if name == "where" else mask
+        keyword = {"masked_fill": "mask", "where": "condition"}.get(name)
+        mask = argument(call, 0, keyword) if keyword else None
         if name in (SDPA, "MultiheadAttention") or any(k.arg == "attn_mask" for k in call.keywords):
             mask = argument(call, 3, "attn_mask")
         match mask:
@@ -1234,8 +1224,7 @@ def _shifts(scope: ast.AST) -> Iterator[Edits]:
                 shifted.append(Edit.replace(part.lower, ""))
             if isinstance(part.upper, ast.BinOp) and is_integer(part.upper.right):
                 shifted.append(Edit.replace(part.upper, code_of(part.upper.left)))
-        if shifted:
-            yield shifted
+        yield shifted
         for binary in find(ast.BinOp, node.slice):
             if is_integer(binary.right):
                 yield [Edit.replace(binary, code_of(binary.left))]
@@ -1255,13 +1244,14 @@ def _changes_of_mask(scope: ast.AST) -> Iterator[Edits]:
                 items.append(Edit.remove(node))
             elif isinstance(node, ast.AugAssign) or own:
                 yield [Edit.remove(node)]
-    if items:
-        yield items
+    yield items
     for inner in find(ast.expr, scope):
-        turned = inner.func if isinstance(inner, ast.Call) else inner
-        if isinstance(turned, ast.Attribute) and _near_mask(inner):
-            if turned.attr in (("transpose", "flip", "t") if inner is not turned else ("T", "mT")):
-                yield [Edit.replace(inner, code_of(turned.value))]
+        match inner:
+            case (
+                ast.Call(ast.Attribute(mask, "transpose" | "flip" | "t"))
+                | ast.Attribute(mask, "T" | "mT")
+            ) if _near_mask(inner):  # fmt: skip
+                yield [Edit.replace(inner, code_of(mask))]
 
 
 def _other_triangles(scope: ast.AST) -> Iterator[Edits]:
@@ -1269,14 +1259,13 @@ def _other_triangles(scope: ast.AST) -> Iterator[Edits]:
     for call in _triangles(scope):
         name = called(call)
         other = name.replace("tril", "triu") if "tril" in name else name.replace("triu", "tril")
-        renamed = Edit.rename(call.func, other)
-        diagonal = _diagonal(call)
+        edits, diagonal = [Edit.rename(call.func, other)], _diagonal(call)
         if diagonal is not None and not is_integer(diagonal):
             continue
-        if diagonal is None:
-            above = Edit.last_argument(call, f"{', ' if call.args else ''}diagonal=1")
-            yield [renamed] if "tril" in other else [renamed, above]
-        elif "tril" in other:
-            yield [renamed, Edit.remove_argument(call, diagonal)]
+        if "tril" in other:
+            edits += [] if diagonal is None else [Edit.remove_argument(call, diagonal)]
+        elif diagonal is None:
+            edits.append(Edit.last_argument(call, f"{', ' if call.args else ''}diagonal=1"))
         else:
-            yield [renamed, Edit.replace(diagonal, "1")]
+            edits.append(Edit.replace(diagonal, "1"))
+        yield edits

@@ -39,6 +39,7 @@ from compat.adaptation.repair.syntax import (
     self_assignments,
     targets,
     unpacked_sizes,
+    variables,
 )
 from compat.user_models.synonyms import is_config_name, role_of
 
@@ -122,17 +123,12 @@ def _is_number_by_name(site: Site, node: ast.Name | ast.Attribute, depth: int) -
     if node.id in parameters(scope):
         numeric = re.search(r"scal|factor|temp|norm|dim|size|width", node.id)
         return scope.name == "__init__" or bool(numeric or HEAD_SIZE.match(node.id))
-    every = find(ast.Assign, scope)
-    if any(node.id in unpacked_sizes(statement) for statement in every):
+    if any(node.id in unpacked_sizes(statement) for statement in find(ast.Assign, scope)):
         return True
-    is_local = any(n.id == node.id and isinstance(n.ctx, ast.Store) for n in find(ast.Name, scope))
-    return not is_local and _is_imported(site, node.id)
-
-
-def _is_imported(site: Site, name: str) -> bool:
-    """Return whether a global name is, or may be, one of those imported from another module."""
-    sources = [alias for node in find(ast.ImportFrom, site.tree) for alias in node.names]
-    return any("*" in (a.name, a.asname) or name == (a.asname or a.name) for a in sources)
+    # A global name may be one of those that are imported from another module.
+    aliases = [alias for each in find(ast.ImportFrom, site.tree) for alias in each.names]
+    is_imported = not {"*", node.id}.isdisjoint(alias.asname or alias.name for alias in aliases)
+    return is_imported and node.id not in variables(scope, ast.Store)
 
 
 def size_of(site: Site, name: str, axis: int) -> str:
@@ -385,9 +381,8 @@ def hyperparameters(site: Site, init: ast.FunctionDef, role: str) -> list[str]:
             found += [f"{name}.{entry}" for entry in entries]
         elif reads:
             found += [f"{name}[{source_of(init).quoted(entry)}]" for entry in entries]
-    module = [pair for each in site.sources.values() for node in each.tree.body
-              for pair in assigned(node)]  # fmt: skip
-    for target, value in module:
+    module = (node for each in site.sources.values() for node in each.tree.body)
+    for target, value in (pair for node in module for pair in assigned(node)):
         # A letter such as `n` is a size if its value is a number, and not computed from the data.
         if isinstance(target, ast.Name) and role_of(target.id) == role:
             found += [target.id] if len(target.id) > 1 or type(constant(value)) is int else []
