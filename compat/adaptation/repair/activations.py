@@ -36,11 +36,12 @@ from compat.adaptation.repair.syntax import (
     variable,
     variables,
 )
-from compat.adaptation.repair.tensors import assigned_values, definition
+from compat.adaptation.repair.values import assigned_values, definition
 
 CODES = ("erf_gelu", "relu", "silu", "other_activation")
 
-# The names in torch of the checkpoint's activation, as a module and as a function.
+# The names in torch of the checkpoint's activation, as a module and as a function. A fix that
+# looks another one up ends there.
 TORCH = {
     "gelu_new": ("GELU", "gelu"),
     "gelu": ("GELU", "gelu"),
@@ -69,10 +70,12 @@ def earlier_activation(site: Site) -> Iterator[Edits]:
     if not values.get("after"):
         return
     if not values["moved"]:  # there is one before it as well
-        yield from _without_item(site)
-        for node, inner in _applied(site):
-            functions: list[ast.AST] = [node.func] if isinstance(node, ast.Call) else []
-            yield [*only(node, inner), *unused(site, functions)]
+        for sequence in find_calls("Sequential", within=site.tree):
+            for item in sequence.args[2:]:
+                if item.lineno <= site.line <= (item.end_lineno or 0):
+                    yield [Edit.remove_argument(sequence, item)]
+        for node, inner, dropped in _applied(site):
+            yield [*only(node, inner), *dropped]
         return
     yield from _earlier_item(site)
     for place in site.everywhere[1:]:
@@ -80,27 +83,18 @@ def earlier_activation(site: Site) -> Iterator[Edits]:
             start, end = span(statement)
             line = site.source.text[start : site.source.text.find("\n", end)]
             yield [Edit.insert_before(place.statement, line), Edit.remove(statement)]
-    for node, inner in _applied(site):
+    for node, inner, dropped in _applied(site):
         without = only(node, inner)
-        dropped = unused(site, [node.func]) if isinstance(node, ast.Call) else []
         for place in site.everywhere[::-1]:
             if place.function_or_none is site.function_or_none:  # it can be called there as it was
                 code = code_around(node, inner)
                 yield from ([*without, *edits] for edits in _on_operand(place, node, *code))
             if values["expected"] in TORCH:
-                before, _, after = _function(place, "{}").partition("{}")
+                before, _, after = _of_torch(place, "{}").partition("{}")
                 for edits in _on_operand(place, node, before, after):
                     yield [*without, *dropped, *edits]
         if values["expected"] in TORCH:
             yield from ([*without, *dropped, *edits] for edits in _between_items(site))
-
-
-def _without_item(site: Site) -> Iterator[Edits]:
-    """Remove an item of a Sequential that begins on the finding's line."""
-    for sequence in find_calls("Sequential", within=site.tree):
-        for item in sequence.args[2:]:
-            if item.lineno <= site.line <= (item.end_lineno or 0):
-                yield [Edit.remove_argument(sequence, item)]
 
 
 def _earlier_item(site: Site) -> Iterator[Edits]:
@@ -121,15 +115,18 @@ def _is_of_one_variable(statements: list[ast.stmt]) -> bool:
     return all(variable(each) == name and name in variables(each, ast.Load) for each in statements)
 
 
-def _applied(site: Site) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield the finding's expressions that may be the activation, and its operand."""
-    for call in site.calls:
-        if call.args and not isinstance(call.args[0], ast.Starred):
-            yield call, call.args[0]
-    for formula in formulas(site, site.statement):
-        operands = inputs(site, formula)
-        if len(operands) == 1 and operands[0] is not formula:
-            yield formula, operands[0]
+def _applied(site: Site) -> Iterator[tuple[ast.expr, ast.expr, Edits]]:
+    """Yield the finding's expressions that may be the activation.
+
+    Each comes with its operand, and with the removal of what only the activation uses.
+    """
+    found: list[tuple[ast.expr, list[ast.expr]]] = [(call, call.args[:1]) for call in site.calls]
+    found += [(node, inputs(site, node)) for node in formulas(site, site.statement)]
+    for node, operands in found:
+        if len(operands) == 1 and not isinstance(operands[0], ast.Starred):
+            if operands[0] is not node:
+                functions: list[ast.AST] = [node.func] if isinstance(node, ast.Call) else []
+                yield node, operands[0], unused(site, functions)
 
 
 def _on_operand(place: Site, activation: ast.expr, before: str, after: str) -> Iterator[Edits]:
@@ -162,10 +159,10 @@ def activation_by_name(site: Site) -> Iterator[Edits]:
                 continue
             call = enclosing(node, ast.Call)
             if call is not None and called(call).startswith("Transformer"):
-                yield [Edit.replace(node, f"lambda x: {_function(site, 'x')}")]
+                yield [Edit.replace(node, f"lambda x: {_of_torch(site, 'x')}")]
             elif isinstance(above := parent_of(node), ast.Subscript):
                 yield from ([Edit.replace(node, source.quoted(name))] for name in known)
-                yield [Edit.replace(above, _module(site))]
+                yield [Edit.replace(above, _of_torch(site))]
             elif not isinstance(above, (ast.Compare, ast.Dict)):
                 yield from ([Edit.replace(node, source.quoted(name))] for name in known)
                 if value != "gelu":
@@ -176,9 +173,8 @@ def activation_by_name(site: Site) -> Iterator[Edits]:
 @fixes(*CODES)
 def replaced_activation(site: Site) -> Iterator[Edits]:
     """Replace a module or function of torch by the checkpoint's activation."""
-    if site.values["expected"] in TORCH:
-        mentions = islice(_mentions(site, _names(site)), 6)
-        yield from (_replaced(site, node) for node in mentions)
+    for node in islice(_mentions(site, _names(site)), 6):
+        yield _replaced(site, node)
 
 
 @fixes("gated_mlp")
@@ -219,7 +215,7 @@ def _unused_gate(site: Site, function: ast.FunctionDef, gate: ast.expr) -> Edits
     """Return the removal of what only a gate reads that is removed, such as its projection."""
     lost: list[ast.AST] = [gate]
     if isinstance(gate, ast.Name):
-        lost += [value for value, _ in assigned_values(function, gate.id)]
+        lost += assigned_values(function, gate.id, unpacked=True)
     return unused(site.around(gate), lost)
 
 
@@ -263,7 +259,7 @@ def _of_one_half(
 def _is_activated(function: ast.FunctionDef, value: ast.expr) -> bool:
     """Return whether a value is the result of an activation, also if it was assigned before."""
     if isinstance(value, ast.Name):
-        assigned = [v for v, _ in assigned_values(function, value.id)]
+        assigned = assigned_values(function, value.id, unpacked=True)
         return any(not isinstance(v, ast.Name) and _applies(v) for v in assigned)
     return _applies(value)
 
@@ -276,20 +272,17 @@ def _applies(value: ast.expr) -> bool:
 @fixes(*CODES)
 def encoder_activation(site: Site) -> Iterator[Edits]:
     """Pass the activation to torch's own layers, which use ReLU by default."""
+    layers = ("TransformerEncoderLayer", "TransformerDecoderLayer")
     for source in site.ordered:
-        for call in find_calls(
-            "TransformerEncoderLayer", "TransformerDecoderLayer", within=source.tree
-        ):
+        for call in find_calls(*layers, within=source.tree):
             if argument(call, 4, "activation") is None:
-                function = f"lambda x: {_function(site, 'x')}"
+                function = f"lambda x: {_of_torch(site, 'x')}"
                 yield [Edit.set_keyword(call, "activation", function)]
 
 
 @fixes(*CODES)
 def replaced_own_activation(site: Site) -> Iterator[Edits]:
     """Replace the user's class or function of another activation where it is used."""
-    if site.values["expected"] not in TORCH:
-        return
     function, cls = site.function, site.cls_or_none
     owner = cls or function
     if re.search(r"gelu", owner.name, re.I) and not re.search(r"quick|erf", owner.name, re.I):
@@ -303,42 +296,36 @@ def replaced_own_activation(site: Site) -> Iterator[Edits]:
 @fixes(*CODES)
 def replaced_formula(site: Site) -> Iterator[Edits]:
     """Replace a formula, written in one statement or in several, by the function of torch."""
-    if site.values["expected"] not in TORCH:
-        return
     yield from reversed(list(_chains(site)))
     for formula in formulas(site, site.statement):
         operands = inputs(site, formula)
         tensors = [o for o in operands if not isinstance(o, ast.Attribute)] or operands
         if len(tensors) == 1:
-            new = _function(site, code_of(tensors[0]))
+            new = _of_torch(site, code_of(tensors[0]))
             yield [Edit.replace(formula, _stored(formula, tensors[0], new))]
     statement = site.statement
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
         name = statement.target.id
-        yield [Edit.replace(statement, f"{name} = {_function(site, name)}")]
+        yield [Edit.replace(statement, f"{name} = {_of_torch(site, name)}")]
 
 
 @fixes(*CODES)
 def replaced_attribute(site: Site) -> Iterator[Edits]:
     """Replace whatever the constructor assigns to the attribute that is called on the line."""
-    if site.values["expected"] not in TORCH:
-        return
     names = {c.func.attr for c in site.calls if isinstance(c.func, ast.Attribute)}
     for node in find(ast.Assign, site.cls):
         target, value = node.targets[0], node.value
         if isinstance(target, ast.Attribute) and target.attr in names:
             if not isinstance(value, ast.Call) or called(value) == "getattr":
-                yield [Edit.replace(value, _module(site))]
+                yield [Edit.replace(value, _of_torch(site))]
 
 
 @fixes("other_activation")
 def added_activation(site: Site) -> Iterator[Edits]:
     """Call the activation between the two projections where there is none."""
-    values = site.values
-    if values["found"] != "identity" or values["expected"] not in TORCH:
-        return
-    yield from _inserted(site)
-    yield from _between_items(site)
+    if site.values["found"] == "identity" and site.values["expected"] in TORCH:
+        yield from _inserted(site)
+        yield from _between_items(site)
 
 
 def _between_items(site: Site) -> Iterator[Edits]:
@@ -346,7 +333,7 @@ def _between_items(site: Site) -> Iterator[Edits]:
     for sequence in _sequences(site):
         for before, after in pairwise(sequence.args):
             between = site.source.text[span(before)[1] : span(after)[0]]
-            yield [Edit.suffix(before, f"{between}{_module(site)}")]
+            yield [Edit.suffix(before, f"{between}{_of_torch(site)}")]
 
 
 def _inserted(site: Site) -> Iterator[Edits]:
@@ -357,7 +344,7 @@ def _inserted(site: Site) -> Iterator[Edits]:
         if len(call.args) != 1 or isinstance(call.args[0], ast.Starred):
             continue
         tensor = code_of(call.args[0])
-        new = f"self.{unused}({tensor})" if unused else _function(site, tensor)
+        new = f"self.{unused}({tensor})" if unused else _of_torch(site, tensor)
         whole = isinstance(site.statement, ast.Assign) and site.statement.value is call
         if whole and isinstance(call.args[0], ast.Name):
             yield [Edit.insert_before(site.statement, f"{tensor} = {new}")]
@@ -380,7 +367,7 @@ def _chains(site: Site) -> Iterator[Edits]:
         for formula in formulas(site, statement):
             names = {o.id if isinstance(o, ast.Name) else "" for o in inputs(site, formula)}
             if names <= derived | {tensor} and names & derived:
-                new = Edit.replace(formula, _function(site, tensor))
+                new = Edit.replace(formula, _of_torch(site, tensor))
                 yield [*map(Edit.remove, absorbed), new]
                 if isinstance(statement, ast.Assign) and statement.value is formula:
                     result = variable(statement)
@@ -431,11 +418,10 @@ def _replaced(site: Site, node: ast.expr, module: bool | None = None) -> Edits:
     is_module = name[:1].isupper() if module is None else module
     base = code_of(func.value) if isinstance(func, ast.Attribute) else ""
     if not isinstance(node, ast.Call):
-        tensor = "" if is_module else " x"
-        new = _module(site, base) if is_module else _function(site, "x", base)
+        tensor = "" if is_module else "x"
         above = parent_of(node)
         within = isinstance(above, (ast.BoolOp, ast.IfExp, ast.Compare))
-        function = f"lambda{tensor}: {new}"
+        function = f"{f'lambda {tensor}'.rstrip()}: {_of_torch(site, tensor, base)}"
         if isinstance(above, ast.stmt) and isinstance(parent_of(above), ast.ClassDef):
             function = f"staticmethod({function})"  # without self, as a function of torch is called
         return [Edit.replace(node, f"({function})" if within else function)]
@@ -446,28 +432,21 @@ def _replaced(site: Site, node: ast.expr, module: bool | None = None) -> Edits:
         if is_module or node.args:
             return [Edit.set_keyword(node, "approximate", source_of(node).quoted("tanh"))]
     if is_module:
-        return [Edit.replace(node, _module(site, base))]
-    tensor_node = (
-        node.args[0] if node.args else func.value if isinstance(func, ast.Attribute) else func
-    )
-    new = _function(site, code_of(tensor_node), base)
-    return [Edit.replace(node, _stored(node, tensor_node, new))]
+        return [Edit.replace(node, _of_torch(site, base=base))]
+    owner = func.value if isinstance(func, ast.Attribute) else func
+    operand = node.args[0] if node.args else owner
+    new = _of_torch(site, code_of(operand), base)
+    return [Edit.replace(node, _stored(node, operand, new))]
 
 
-def _module(site: Site, base: str = "") -> str:
-    """Return the checkpoint's activation as a module of torch."""
+def _of_torch(site: Site, tensor: str = "", base: str = "") -> str:
+    """Return the checkpoint's activation of torch: the function of a tensor, or else a module."""
     expected = site.values["expected"]
-    known = base if base.split(".")[-1] == "nn" else site.torch("torch.nn")
+    module, function = TORCH[expected]
+    name, package = (function, "torch.nn.functional") if tensor else (module, "torch.nn")
+    known = base if base.split(".")[-1] == package.split(".")[-1] else site.torch(package)
     keyword = f"approximate={site.source.quoted('tanh')}" if expected == "gelu_new" else ""
-    return f"{known}.{TORCH[expected][0]}({keyword})"
-
-
-def _function(site: Site, tensor: str, base: str = "") -> str:
-    """Return the checkpoint's activation of a tensor as a function of torch."""
-    expected = site.values["expected"]
-    known = base if base.split(".")[-1] == "functional" else site.torch("torch.nn.functional")
-    keyword = f", approximate={site.source.quoted('tanh')}" if expected == "gelu_new" else ""
-    return f"{known}.{TORCH[expected][1]}({tensor}{keyword})"
+    return f"{known}.{name}({', '.join(filter(None, (tensor, keyword)))})"
 
 
 def _stored(node: ast.expr, tensor: ast.expr, new: str) -> str:

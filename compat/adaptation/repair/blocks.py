@@ -1,4 +1,4 @@
-"""Fixes of norms, and of their order with the branches of a block."""
+"""Fixes of a block: its norms, its residual connections, and branches in parallel."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import ast
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from compat.adaptation.repair.edits import Edit, Edits
+from compat.adaptation.repair.edits import Edit, Edits, apply
 from compat.adaptation.repair.fixes import Site, fixes
 from compat.adaptation.repair.formulas import only, removed, unused
 from compat.adaptation.repair.held import place_of
 from compat.adaptation.repair.source import (
-    Source,
     block_of,
     code_around,
     code_of,
@@ -23,21 +23,12 @@ from compat.adaptation.repair.source import (
     indent_of,
     parent_of,
     preceding,
+    source_of,
+    span,
     statement_of,
 )
-from compat.adaptation.repair.stream import (
-    Residual,
-    copied_as,
-    is_norm,
-    is_norm_class,
-    norm_calls,
-    norm_modules,
-    residuals_of,
-    simple_statements,
-    stored,
-    tensor_reads,
-)
 from compat.adaptation.repair.syntax import (
+    assignments,
     called,
     is_self,
     is_sum,
@@ -45,6 +36,8 @@ from compat.adaptation.repair.syntax import (
     own_attribute,
     parameters,
     self_assignments,
+    sides,
+    variable,
     variables,
 )
 from compat.adaptation.repair.values import hyperparameters
@@ -56,14 +49,114 @@ PAIRS = (
     ("attention", "mlp"), ("attn", "mlp"), ("attn", "ffn"), ("attn", "ff"), ("att", "ff"),
     ("first", "second"), ("_a", "_b"), ("0", "1"),
 )  # fmt: skip
-
 Wrap = Callable[[str], str]
+NORM = re.compile(r"norm|^ln|(?<![a-z])ln(?![a-z])|(?<![A-Z])LN", re.I)
+WRAPPER = re.compile(r"pre|post|add|resid|sub", re.I)
+SHAPE = ("shape", "size", "device", "dtype", "dim", "ndim", "numel", "new_zeros", "new_ones")
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A sum of the residual stream and the output of a branch.
+
+    Args:
+        statement: the statement that computes the sum.
+        sum: the sum; None if the statement is `x += branch` or `branch += x`.
+        stream: the operand that carries the stream.
+        branch: the other operand.
+    """
+
+    statement: ast.stmt
+    sum: ast.expr | None
+    stream: ast.Name
+    branch: ast.expr
+
+
+def residuals_of(statement: ast.stmt) -> list[Residual]:
+    """Return the readings of a statement as a residual sum, the likeliest first."""
+    match statement:
+        case ast.AugAssign(ast.Name() as target, ast.Add(), value):
+            swapped = (
+                [Residual(statement, None, value, target)] if isinstance(value, ast.Name) else []
+            )
+            return [Residual(statement, None, target, value), *swapped]
+        case ast.Assign() | ast.Return():
+            for node in filter(is_sum, find(ast.BinOp, statement)):
+                if not isinstance(parent_of(node), ast.Subscript):
+                    return [
+                        Residual(statement, node, stream, branch) for branch, stream in sides(node)
+                        if isinstance(stream, ast.Name) and not isinstance(branch, ast.Constant)
+                    ]  # fmt: skip
+    return []
+
+
+def stored(statement: ast.stmt) -> set[str]:
+    """Return the variables that a statement assigns."""
+    return variables(statement, ast.Store)
+
+
+def tensor_reads(statement: ast.AST, name: str) -> list[ast.Name]:
+    """Return where a statement reads a tensor, other than its shape and its type."""
+
+    def is_size(node: ast.AST) -> bool:
+        is_length = isinstance(node, ast.Call) and called(node) == "len"
+        return is_length or (isinstance(node, ast.Attribute) and node.attr in SHAPE)
+
+    names = [node for node in find(ast.Name, statement) if node.id == name]
+    return [n for n in names if isinstance(n.ctx, ast.Load) and not is_size(parent_of(n))]
+
+
+def copied_as(statement: ast.stmt, name: str) -> str | None:
+    """Return `x` if a statement assigns `name = x`, alone or among others."""
+    values = assignments(statement, name, deep=False)
+    return next((value.id for value in values if isinstance(value, ast.Name)), None)
+
+
+def simple_statements(site: Site) -> list[ast.stmt]:
+    """Return the simple statements of the finding's function, the finding's own first."""
+    found = [n for n in find(ast.stmt, site.within) if not hasattr(n, "body")]
+    return sorted(found, key=lambda node: node is not site.statement)
+
+
+# Norms.
+
+
+def norm_modules(site: Site) -> dict[str, ast.Call]:
+    """Return the calls that build a norm, by the attribute or key under which a module holds it."""
+    found: dict[str, ast.Call] = {}
+    for call in site.every(ast.Call):
+        if is_norm_class(called(call)) and (name := place_of(call)[1]):
+            found.setdefault(name, call)
+    return found
+
+
+def is_norm_class(name: str) -> bool:
+    return bool(NORM.search(name)) and name[:1].isupper() and not WRAPPER.search(name)
+
+
+def is_norm(site: Site, call: ast.Call) -> bool:
+    """Return whether a call applies a norm to its first argument."""
+    func: ast.expr = call.func
+    while isinstance(func, ast.Subscript):
+        if isinstance(func.slice, ast.Constant) and func.slice.value in norm_modules(site):
+            return bool(call.args)
+        func = func.value
+    name = name_of(func)
+    known = name in norm_modules(site) or bool(NORM.search(name))
+    return bool(call.args) and known and not name[:1].isupper()
+
+
+def norm_calls(site: Site, within: ast.AST) -> list[ast.Call]:
+    return [call for call in find(ast.Call, within) if is_norm(site, call)]
+
+
+# The order of the norms and the branches.
 
 
 def _normed_input(
     site: Site, residual: Residual, wrap: Wrap, dropped: tuple[ast.stmt, ...] = ()
-) -> Edits | None:
-    """Apply a norm to the input of a residual branch.
+) -> Edits:
+    """Apply a norm to the input of a residual branch; nothing if no statement reads it.
 
     Args:
         site: the finding.
@@ -90,7 +183,7 @@ def _normed_input(
         for statement in block[start + 1 : end + 1]:
             uses += [n for n in tensor_reads(statement, name) if n is not residual.stream]
     if not uses:
-        return None
+        return []
     first = next(s for s in block if uses[0] in set(ast.walk(s)))
     if copied is not None and first is not residual.statement:
         names = _passed_together(site, tensor)
@@ -142,12 +235,8 @@ def pre_norm(site: Site) -> Iterator[Edits]:
     functions = site.every(ast.FunctionDef)
     elsewhere = (site.around(each.body[0]) for each in functions)
     for places in (site.everywhere, elsewhere):
-        found = [
-            edits
-            for place in places
-            for statement in simple_statements(place)
-            if (edits := _post_to_pre(place, statement))
-        ]
+        pairs = ((place, each) for place in places for each in simple_statements(place))
+        found = [edits for place, each in pairs if (edits := _post_to_pre(place, each))]
         yield from _all_then_first(found)
         if found:
             break
@@ -174,7 +263,7 @@ def pre_norm_of_wrapper(site: Site) -> Iterator[Edits]:
                 case [ast.Name() as tensor, branch] if own_attribute(call.func) in held:
                     wrap: Wrap = f"{code_of(call.func)}.{name_of(norm.func)}({{}})".format
                     residual = Residual(statement, call, tensor, branch)
-                    edits += _normed_input(site.around(statement), residual, wrap) or []
+                    edits += _normed_input(site.around(statement), residual, wrap)
         yield edits
 
 
@@ -198,11 +287,9 @@ def _post_to_pre(site: Site, statement: ast.stmt) -> Edits | None:
 def norm_first(site: Site) -> Iterator[Edits]:
     """Set `norm_first` of torch's own layers."""
     for source in site.sources.values():
-        layers = [
-            c for c in find(ast.Call, source.tree) if re.match("Transformer.*Layer", called(c))
-        ]
-        if layers:
-            yield [Edit.set_keyword(call, "norm_first", "True") for call in layers]
+        calls = find(ast.Call, source.tree)
+        layers = [call for call in calls if re.match("Transformer.*Layer", called(call))]
+        yield [Edit.set_keyword(call, "norm_first", "True") for call in layers]
 
 
 @fixes("norm_on_output")
@@ -239,36 +326,32 @@ def residual_before_norm(site: Site) -> Iterator[Edits]:
     """Start the residual connections before the norms: the first norm then is not an extra one."""
     found: list[Edits] = []
     for statement in simple_statements(site):
-        for residual in residuals_of(statement):
-            if edits := _from_before_norm(site, residual):
-                found.append(edits)
-                break
-        else:
-            found += _normed_operand(site, statement)
-    yield from _all_then_first(found)
+        moved = (_from_before_norm(site, residual) for residual in residuals_of(statement))
+        found.append(next(filter(None, moved), []) or _normed_operand(site, statement))
+    yield from _all_then_first([edits for edits in found if edits])
 
 
-def _normed_operand(site: Site, statement: ast.stmt) -> list[Edits]:
+def _normed_operand(site: Site, statement: ast.stmt) -> Edits:
     """Remove the norm from `ln(x)` in `ln(x) + branch(ln(x))`."""
-    for node in find(ast.BinOp, statement):
-        for operand in (node.left, node.right) if is_sum(node) else ():
+    for node in filter(is_sum, find(ast.BinOp, statement)):
+        for operand in (node.left, node.right):
             match operand:
                 case ast.Call(_, [ast.Name() as tensor, *_]) if is_norm(site, operand):
-                    return [Edit.unwrap(operand, tensor)]
+                    return Edit.unwrap(operand, tensor)
     return []
 
 
-def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
+def _from_before_norm(site: Site, residual: Residual) -> Edits:
     name = residual.stream.id
     block = block_of(residual.statement)
     end = block.index(residual.statement)
     i = next((i for i in range(end - 1, -1, -1) if name in stored(block[i])), -1)
     if i < 0 or not isinstance(definition := block[i], ast.Assign):
-        return None
+        return []
     match (block[i - 1] if i else None), definition.value:
         case ((ast.Assign(_, ast.Call() as call) as before), ast.Name(copied) as value):
             if copied not in stored(before) or not is_norm(site, call):
-                return None
+                return []
             tensor = call.args[0]
             if not isinstance(tensor, ast.Name) or tensor.id != copied:  # h = ln(x); residual = h
                 return [Edit.replace(value, code_of(tensor))]
@@ -279,14 +362,10 @@ def _from_before_norm(site: Site, residual: Residual) -> Edits | None:
         case _, ast.Call(_, [ast.Name(normed), *_]) as call if is_norm(site, call):
             if normed != name:  # h = ln(x); x = h + branch(h)
                 return [Edit.replace(residual.stream, normed)]
-            moved = _normed_input(site, residual, _wrap(call), (definition,))
-            return None if moved is None else _merged([removed(definition), *moved])
-    return None
-
-
-def _merged(edits: Edits) -> Edits:
-    """Return the edits without two that begin at the same place."""
-    return list({(edit.start, edit.end): edit for edit in edits}.values())
+            if moved := _normed_input(site, residual, _wrap(call), (definition,)):
+                edits = [removed(definition), *moved]  # without two of one place
+                return list({(edit.start, edit.end): edit for edit in edits}.values())
+    return []
 
 
 @fixes("extra_ln")
@@ -317,15 +396,14 @@ def removed_norm(site: Site) -> Iterator[Edits]:
 
 def _unused_norm(site: Site, call: ast.Call) -> Edits:
     """Return the removal of the module that only this call uses."""
-    source = site.source
     edits = unused(site, [call.func])
     if edits or not isinstance(call.func, ast.Attribute):
         return edits
     name = call.func.attr
-    if sum(node.attr == name for node in find(ast.Attribute, source.tree)) == 1:
-        for built in find(ast.Call, source.tree):
-            edits += [Edit.remove_argument(built, k) for k in built.keywords if k.arg == name]
-    return edits
+    if sum(node.attr == name for node in find(ast.Attribute, site.tree)) > 1:
+        return []
+    keywords = [(built, k) for built in find(ast.Call, site.tree) for k in built.keywords]
+    return [Edit.remove_argument(built, k) for built, k in keywords if k.arg == name]
 
 
 @fixes("extra_ln")
@@ -335,8 +413,8 @@ def removed_norm_module(site: Site) -> Iterator[Edits]:
         for call in find(ast.Call, source.tree):
             items: list[ast.expr | ast.keyword] = []
             if called(call) == "Sequential":
-                items = [a for a in call.args
-                         if isinstance(a, ast.Call) and is_norm_class(called(a))]  # fmt: skip
+                calls = (item for item in call.args if isinstance(item, ast.Call))
+                items = [item for item in calls if is_norm_class(called(item))]
             elif called(call).startswith("Transformer"):
                 items = [k for k in call.keywords if k.arg == "norm"]
             yield from ([Edit.remove_argument(call, item)] for item in items)
@@ -352,13 +430,12 @@ def added_norm(site: Site) -> Iterator[Edits]:
     sums = [r for statement in statements for r in residuals_of(statement)][:2]
     norms: list[tuple[str, Edits]] = [(name, []) for name in _unused_norms(site, site.cls)]
     if site.init_or_none is not None:
-        for name, statement, new in _new_norms(site, site.init, first):
-            insert = Edit.insert_before if first else Edit.insert_after
-            norms.append((name, [insert(statement, new)]))
-    for name, created in norms:
-        for residual in sums:
-            if edits := _normed_input(site, residual, _norm_like(site, name)):
-                yield [*created, *edits]
+        insert = Edit.insert_before if first else Edit.insert_after
+        new_norms = _new_norms(site, site.init, first)
+        norms += [(name, [insert(statement, new)]) for name, statement, new in new_norms]
+    for (name, created), residual in itertools.product(norms, sums):
+        if edits := _normed_input(site, residual, _norm_like(site, name)):
+            yield [*created, *edits]
 
 
 @fixes("shared_parameters")
@@ -380,18 +457,13 @@ def second_norm(site: Site) -> Iterator[Edits]:
 @fixes("missing_ln")
 def norm_of_wrapper(site: Site) -> Iterator[Edits]:
     """Apply the unused norm of a class that wraps the branches."""
-    source = site.source
-    for cls in find(ast.ClassDef, source.tree):
+    for cls in find(ast.ClassDef, site.tree):
         names = [] if cls is site.cls_or_none else _unused_norms(site, cls)
-        for name in names:
-            for statement in find(ast.Return, cls):
-                residuals = residuals_of(statement)
-                for residual in residuals:
-                    if edits := _normed_input(site, residual, _of_self(name)):
-                        yield edits
-                value = statement.value
-                if not residuals and isinstance(value, ast.Call) and value.args:
-                    tensor = value.args[0]
+        for name, statement in itertools.product(names, find(ast.Return, cls)):
+            residuals = residuals_of(statement)
+            yield from (_normed_input(site, each, _of_self(name)) for each in residuals)
+            match statement.value:
+                case ast.Call(_, [tensor, *_]) if not residuals:
                     yield [Edit.replace(tensor, f"self.{name}({code_of(tensor)})")]
 
 
@@ -455,11 +527,12 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
     """Yield code of a new norm, the user's norms first. Each name is known in the method."""
     known = {a.arg for a in ast.walk(init.args) if isinstance(a, ast.arg)} | site.imported
     known |= variables(init, ast.Store)
-    for statement in (each for source in _same_module(site) for each in source.tree.body):
-        if isinstance(statement, ast.ClassDef):
-            known.add(statement.name)
-        elif isinstance(statement, ast.Assign):
-            known |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
+    notebook = str(site.finding.file).partition("#")[0]  # whose cells are one module, or the file
+    for file, source in site.sources.items():
+        for each in source.tree.body if file.partition("#")[0] == notebook else ():
+            known |= {each.name} if isinstance(each, ast.ClassDef) else set()
+            if isinstance(each, ast.Assign):
+                known |= {target.id for target in each.targets if isinstance(target, ast.Name)}
     own = {n.attr for n in ast.walk(init) if isinstance(n, ast.Attribute)
            and isinstance(n.ctx, ast.Store)}  # fmt: skip
 
@@ -480,12 +553,6 @@ def _constructors(site: Site, init: ast.FunctionDef) -> Iterator[str]:
     ]  # fmt: skip
     for width in widths or hyperparameters(site, init, "n_embd"):
         yield from (f"{cls}({width})" for cls in classes)
-
-
-def _same_module(site: Site) -> list[Source]:
-    """Return the source of the finding's line, and the other cells if it is one of a notebook."""
-    own = str(site.finding.file).partition("#")[0]
-    return [source for file, source in site.sources.items() if file.partition("#")[0] == own]
 
 
 @fixes("no_final_ln")
@@ -556,3 +623,333 @@ def _beside_head(site: Site, init: ast.FunctionDef, new: str) -> Edit:
                 return Edit.insert_before(statement, new)
     blocks = [s for s in built if find_calls(*BODY, within=s)]
     return Edit.insert_after((blocks or built or init.body)[-1], new)
+
+
+# Residual connections.
+
+
+@fixes("missing_residual")
+def added_residual(site: Site) -> Iterator[Edits]:
+    """Add the input of a branch to its output."""
+    before = preceding(site.statement)
+    for statement in _branch_end(site.statement):
+        match statement:
+            case ast.Assign([ast.Name(), *_], value) | ast.Return(ast.expr() as value):
+                code, last = code_of(value), _stream_last(site)
+                last = last or is_sum(value)  # a sum with a bias
+                for name in _streams(site, before, statement):
+                    total = f"{code} + {name}" if last else f"{name} + {code}"
+                    yield [Edit.replace(value, total)]
+    yield from _saved_residual(site)
+
+
+def _branch_end(call: ast.stmt) -> list[ast.stmt]:
+    """Return statements with which a branch may end, the last first: its call, dropout, a copy."""
+    found = [call]
+    for statement in following(call):
+        value = getattr(statement, "value", None)
+        dropout = isinstance(value, ast.Call) and "drop" in ast.unparse(value.func).lower()
+        copied = isinstance(value, ast.Name) and not (
+            isinstance(statement, ast.Return)
+            or any(tensor_reads(later, value.id) for later in following(statement))
+        )
+        if not (dropout or copied) or not stored(found[-1]) & variables(statement, ast.Load):
+            break
+        found.append(statement)
+    return found[::-1]
+
+
+def _streams(site: Site, before: list[ast.stmt], statement: ast.stmt) -> list[str]:
+    """Return the names that may hold the residual stream, the likeliest first."""
+    idle = [name for name in reversed(_copies(before)) if not tensor_reads(statement, name)]
+    read = [n.id for n in find(ast.Name, statement) if n in tensor_reads(statement, n.id)]
+    written = [name for s in reversed(before) for name in sorted(stored(s))]
+    inputs = [a.arg for a in site.function.args.args if a.arg != "self"]
+    local = {*inputs, *stored(site.function)}
+    target = [n for n in stored(statement) & local if n not in read]  # x = dropout(y)
+    every = dict.fromkeys([*idle, *target, *(n for n in read if n in local), *written, *inputs])
+    return list(every)[:4]
+
+
+def _copies(statements: list[ast.stmt]) -> list[str]:
+    """Return the variables to which another one is assigned, as in `residual = x`."""
+    return [variable(s) for s in statements
+            if variable(s) and isinstance(getattr(s, "value", None), ast.Name)]  # fmt: skip
+
+
+def _stream_last(site: Site) -> bool:
+    """Return whether the function writes its other sums as `branch + x`."""
+    found = [r for s in simple_statements(site) for r in residuals_of(s)[:1]]
+    return any(isinstance(r.sum, ast.BinOp) and r.sum.right is r.stream for r in found)
+
+
+@fixes("doubled_residual")
+def without_second_sum(site: Site) -> Iterator[Edits]:
+    """Remove the second sum, or the assignment in place before it."""
+    yield [Edit.remove(site.statement)]
+    for each in reversed(simple_statements(site)):
+        if each.lineno < site.line and isinstance(each, ast.AugAssign):
+            new = f"{code_of(each.target)} = {code_of(each.value)}"
+            yield [Edit.replace(each, new)]
+
+
+def _saved_residual(site: Site) -> Iterator[Edits]:
+    """Save the stream before a branch that overwrites it, and add it behind the branch."""
+    statement, name = site.statement, variable(site.statement)
+    if not name:
+        return
+    saved = [*_copies(simple_statements(site)), site.new_name("residual", "shortcut")][0]
+    own = itertools.takewhile(lambda s: stored(s) == {name}, reversed(preceding(statement)))
+    before = itertools.takewhile(lambda s: not residuals_of(s), own)
+    own = itertools.takewhile(lambda s: stored(s) == {name}, following(statement))
+    after = itertools.takewhile(lambda s: not norm_calls(site, s), own)
+    end = [statement, *after][-1]
+    if isinstance(end, ast.Assign):
+        added = Edit.replace(end.value, f"{saved} + {code_of(end.value)}")
+        for begin in [*reversed([*before]), statement]:
+            yield [Edit.insert_before(begin, f"{saved} = {name}"), added]
+
+
+@fixes("missing_residual")
+def residual_wrapper(site: Site) -> Iterator[Edits]:
+    """Put a module into the user's wrapper that adds the input to the output."""
+    for wrapper in site.every(ast.ClassDef):
+        if not re.search("resid", wrapper.name, re.I):
+            continue
+        tree = source_of(wrapper).tree
+        wrapped = [c.args[0] for c in find_calls(wrapper.name, within=tree) if c.args]
+        names = {called(each) for each in wrapped if isinstance(each, ast.Call)}
+        for call in find_calls(*names, within=tree):
+            above = parent_of(call)
+            if not (isinstance(above, ast.Call) and called(above) == wrapper.name):
+                yield [Edit.replace(call, f"{wrapper.name}({code_of(call)})")]
+
+
+@fixes("missing_residual")
+def residual_inside(site: Site) -> Iterator[Edits]:
+    """Add the result of a branch that is part of the next one: `x + mlp(attn(x))`.
+
+    Its sum with the stream may be written there: `x + mlp(x + attn(x))`.
+    """
+    statement = site.statement
+    for residual in residuals_of(statement):
+        name = residual.stream.id
+        for total in find(ast.BinOp, residual.branch):
+            if is_sum(total) and name in (name_of(total.left), name_of(total.right)):
+                first = Edit.insert_before(statement, f"{name} = {code_of(total)}")
+                yield [first, Edit.replace_group(total, name)]
+        for outer in find(ast.Call, residual.sum or site.tree):
+            for inner in outer.args:
+                if isinstance(inner, ast.Call) and tensor_reads(inner, name):
+                    new = f"{name} = {name} + {code_of(inner)}"
+                    yield [Edit.insert_before(statement, new), Edit.replace(inner, name)]
+
+
+@fixes("missing_residual")
+def residual_from_attention(site: Site) -> Iterator[Edits]:
+    """Add the MLP to the sum that includes attention instead of the input of the block."""
+    for statement in [site.statement, *following(site.statement)]:
+        for residual in residuals_of(statement):
+            before = preceding(statement)
+            for name in reversed([name for s in before for name in sorted(stored(s))]):
+                if name != residual.stream.id:
+                    yield [Edit.replace(residual.stream, name)]
+
+
+@fixes("residual_from_norm", "doubled_residual")
+def branch_without_its_input(site: Site) -> Iterator[Edits]:
+    """Let a branch return its result without its own input, which the block adds."""
+    for node in filter(is_sum, find(ast.BinOp, site.statement)):
+        yield from (Edit.unwrap(node, part) for part in (node.right, node.left))
+
+
+# Parallel branches.
+
+
+@fixes("parallel_block")
+def sequential_branches(site: Site) -> Iterator[Edits]:
+    """Add attention first where branches share a norm, which is applied once more for the MLP."""
+    for later in [site.statement, *simple_statements(site)]:
+        for stream, rest in _with_rest(_terms(later)):
+            for attention, mlp in (rest, rest[::-1]) if len(rest) == 2 else ():
+                yield _split_shared(site, later, stream, attention, mlp)
+
+
+def _terms(statement: ast.stmt) -> list[ast.expr]:
+    """Return the terms of the sum that a statement assigns or returns."""
+    value = getattr(statement, "value", None)
+    terms = _flat(value) if isinstance(value, ast.expr) else []
+    match statement:
+        case ast.AugAssign(ast.Name() as target):
+            return [target, *terms]
+    return terms
+
+
+def _flat(node: ast.expr) -> list[ast.expr]:
+    return [*_flat(node.left), *_flat(node.right)] if is_sum(node) else [node]
+
+
+def _two_sums(
+    statement: ast.stmt, stream: str, last: bool, attention: str, mlp: str
+) -> tuple[str, Edit]:
+    """Return the line that adds attention, and the sum with the MLP in place of the statement's.
+
+    Args:
+        statement: the statement that adds both.
+        stream: the variable that they are added to.
+        last: whether the stream is the last term of a sum.
+        attention, mlp: the code of the branches.
+    """
+    if isinstance(statement, ast.AugAssign):
+        return f"{stream} += {attention}", Edit.replace(statement, f"{stream} += {mlp}")
+    value = getattr(statement, "value")  # noqa: B009
+    first, second = (f"{code} + {stream}" if last else f"{stream} + {code}"
+                     for code in (attention, mlp))  # fmt: skip
+    return f"{stream} = {first}", Edit.replace(value, second)
+
+
+def _split_shared(
+    site: Site, statement: ast.stmt, stream: ast.Name, attention: ast.expr, mlp: ast.expr
+) -> Edits:
+    """Split the sum of branches that read one norm, which is applied once more for the MLP."""
+    x, dropped = stream.id, []
+    if isinstance(mlp, ast.Name):  # m = mlp(h); return x + a + m
+        if (made := _assignment_before(statement, mlp.id)) is None:
+            return []
+        mlp, dropped = made.value, [Edit.remove(made)]
+    if (normed := _normed_again(site, statement, mlp, x)) is None:
+        return []
+    last = span(stream)[0] > span(attention)[0]
+    line, replaced = _two_sums(statement, x, last, code_of(attention), normed)
+    return [*dropped, Edit.insert_before(statement, line), replaced]
+
+
+def _assignment_before(statement: ast.stmt, name: str) -> ast.Assign | None:
+    """Return the last assignment of a variable in a statement's block before the statement."""
+    before = next((s for s in reversed(preceding(statement)) if name in stored(s)), None)
+    return before if isinstance(before, ast.Assign) and len(stored(before)) == 1 else None
+
+
+def _normed_again(site: Site, statement: ast.stmt, branch: ast.expr, x: str) -> str | None:
+    """Return the code of a branch that reads `h` of `h = norm(x)`, with the norm for `h`."""
+    for node in find(ast.Name, branch):
+        made = _assignment_before(statement, node.id)
+        match made.value if made is not None else None:
+            case ast.Call(_, [ast.Name(read), *_]) as norm if read == x and is_norm(site, norm):
+                return code_of(norm).join(code_around(branch, node))
+    return None
+
+
+@fixes("parallel_block")
+def mlp_after_attention(site: Site) -> Iterator[Edits]:
+    """Let the MLP read the sum that includes attention."""
+    for statement in reversed(sorted(simple_statements(site), key=lambda s: s.lineno)):
+        for residual in residuals_of(statement):
+            block = block_of(statement)
+            for other in preceding(statement):
+                for first in residuals_of(other):
+                    old, new = first.stream.id, sorted(stored(other))
+                    uses = [
+                        n for s in block[block.index(other) + 1 : block.index(statement) + 1]
+                        for n in tensor_reads(s, old) if n is not residual.stream
+                    ]  # fmt: skip
+                    yield from _moved_behind(other, old)
+                    normed = _normed_again(site, statement, residual.branch, old)
+                    if normed is not None and new == [old]:
+                        yield [Edit.replace(residual.branch, normed)]
+                    if uses and new and new[0] != old:
+                        yield [Edit.replace(node, new[0]) for node in uses]
+                        yield [Edit.replace(uses[0], new[0])]
+
+
+@fixes("parallel_block")
+def attention_added_first(site: Site) -> Iterator[Edits]:
+    """Add attention to the stream before the statements that compute the MLP from it."""
+    for last in simple_statements(site):
+        for stream, rest in _with_rest(_terms(last)):
+            if len(rest) == 2:  # out = x + attention + mlp
+                for attention, mlp in (rest, rest[::-1]):
+                    yield _summed_first(site, last, None, stream, attention, mlp)
+            before = reversed(preceding(last))
+            total = next((s for s in before if stream.id in stored(s)), None)
+            if len(rest) != 1 or total is None or len(stored(total)) != 1:
+                continue
+            for x, others in _with_rest(_terms(total)):  # h = x + attention; out = h + mlp
+                if len(others) == 1:
+                    yield _summed_first(site, last, total, x, others[0], rest[0])
+
+
+def _with_rest(terms: list[ast.expr]) -> list[tuple[ast.Name, list[ast.expr]]]:
+    """Return each term that is a variable, with the other terms."""
+    return [(t, [o for o in terms if o is not t]) for t in terms if isinstance(t, ast.Name)]
+
+
+def _summed_first(
+    site: Site,
+    last: ast.stmt,
+    first: ast.stmt | None,
+    stream: ast.Name,
+    attention: ast.expr,
+    mlp: ast.expr,
+) -> Edits:
+    """Move the statements that compute the MLP's branch behind the sum with attention.
+
+    Args:
+        site: the finding.
+        last: the statement that adds the MLP to the stream.
+        first: the statement that adds attention before, if `last` does not add both.
+        stream: the variable to which attention is added.
+        attention, mlp: the terms of the two branches.
+    """
+    before = preceding(last)
+    names = {stream.id}  # of the tensor to which attention is added
+    if (made := _assignment_before(last, stream.id)) is not None:
+        names |= {copied} if (copied := copied_as(made, stream.id)) is not None else set()
+    kept, derived, moved = _computing(before, attention), set(names), list[ast.stmt]()
+    for node in _computing(before, mlp):
+        from_stream = any(tensor_reads(node, name) for name in derived)
+        if from_stream and node not in kept and node is not first:
+            moved.append(node)
+            derived |= stored(node)
+    read = [node for s in [*moved, mlp] for name in names for node in tensor_reads(s, name)]
+    if not read or any(hasattr(node, "body") for node in moved):
+        return []
+    total = stream.id if first is None else min(stored(first))
+
+    def summed(node: ast.AST) -> str:
+        """Return a node's code with the sum in place of the stream, and the comment after it."""
+        (start, end), text = span(node), site.source.text
+        if isinstance(node, ast.stmt):
+            end = text.find("\n", end)
+        within = [n for n in read if n in set(ast.walk(node))]
+        renamed = (Edit("", a - start, b - start, total) for a, b in map(span, within))
+        return apply(text[start:end], renamed)
+
+    dropped, lines = [Edit.remove(s) for s in moved], [summed(s) for s in moved]
+    if first is not None:
+        place = Edit.insert_after(first, *lines)
+        return [*dropped, place, Edit.replace(mlp, summed(mlp))]
+    after = span(stream)[0] > min(span(t)[0] for t in (attention, mlp))
+    line, replaced = _two_sums(last, total, after, code_of(attention), summed(mlp))
+    return [*dropped, Edit.insert_before(last, line, *lines), replaced]
+
+
+def _computing(before: list[ast.stmt], branch: ast.expr) -> list[ast.stmt]:
+    """Return the statements of a block that a branch is computed by."""
+    needed, found = variables(branch), []
+    for statement in reversed(before):
+        if stored(statement) & needed:
+            found.append(statement)
+            if not isinstance(statement, ast.AugAssign):
+                needed -= stored(statement)
+            needed |= variables(statement, ast.Load)
+    return found[::-1]
+
+
+def _moved_behind(total: ast.stmt, stream: str) -> Iterator[Edits]:
+    """Move a statement that reads the stream, such as `h = ln_2(x)`, behind a sum."""
+    for statement in preceding(total):
+        unread = not any(tensor_reads(total, name) for name in stored(statement))
+        if tensor_reads(statement, stream) and unread and isinstance(statement, ast.Assign):
+            lines = code_of(statement)
+            yield [Edit.remove(statement), Edit.insert_after(total, lines)]

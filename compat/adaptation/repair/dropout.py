@@ -8,14 +8,7 @@ from collections.abc import Iterator
 
 from compat.adaptation.repair.edits import Edit, Edits
 from compat.adaptation.repair.fixes import Site, fixes
-from compat.adaptation.repair.source import (
-    code_of,
-    enclosing,
-    find,
-    indent_of,
-    operand_code,
-    span,
-)
+from compat.adaptation.repair.source import code_of, enclosing, find, indent_of, operand_code, span
 from compat.adaptation.repair.syntax import (
     argument,
     assigned,
@@ -47,19 +40,16 @@ def _in_training(call: ast.Call) -> Edit | None:
         if p is None or constant(p) == 0 or _mentions_training(p):
             return None
         return Edit.replace(p, f"{operand_code(p)} if self.training else 0.0")
-    if not re.fullmatch(r"(alpha_|feature_|feature_alpha_)?dropout[123]?d?_?", name):
-        return None
-    if is_self(call.func) or not isinstance(call.func, (ast.Attribute, ast.Name)):
-        return None
     key = "train" if code_of(call.func) == "torch.dropout" else "training"
-    flag = argument(call, 2, key)
-    if flag is not None and _mentions_training(flag):
+    is_dropout = re.fullmatch(r"(alpha_|feature_|feature_alpha_)?dropout[123]?d?_?", name)
+    if not is_dropout or is_self(call.func) or _mentions_training(argument(call, 2, key)):
         return None
     return Edit.set_argument(call, 2, key, "self.training")
 
 
-def _mentions_training(node: ast.AST) -> bool:
-    return any(getattr(each, "attr", "") == "training" for each in ast.walk(node))
+def _mentions_training(node: ast.AST | None) -> bool:
+    inside = ast.walk(node) if node is not None else ()
+    return any(getattr(each, "attr", "") == "training" for each in inside)
 
 
 @fixes("dropout_always_on")
@@ -67,8 +57,7 @@ def dropout_module_in_forward(site: Site) -> Iterator[Edits]:
     """Replace a module that forward creates, which is in training mode, by the function."""
     edits: Edits = []
     for call in site.every(ast.Call):
-        built = call.func
-        match built:
+        match built := call.func:
             case ast.Call(ast.Attribute(module, "train")) if is_self(module):
                 edits.append(Edit.replace(built, code_of(module)))
                 continue
@@ -148,14 +137,12 @@ def dropout_in_function(site: Site) -> Iterator[Edits]:
             function.args.kwonlyargs or function.args.vararg or function.args.kwarg
         ) and function.args.args:  # fmt: skip
             last = max([*function.args.args, *function.args.defaults], key=span)
-            edits = [Edit.suffix(last, ", training=False")]
-            edits.append(Edit.set_argument(call, 2, "training", "training"))
-            edits += [
-                Edit.set_keyword(each, "training", "self.training")
-                for each in calls_of(site, function.name)
-                if enclosing(each, ast.ClassDef) is not None
+            callers = [c for c in calls_of(site, function.name) if enclosing(c, ast.ClassDef)]
+            yield [
+                Edit.suffix(last, ", training=False"),
+                Edit.set_argument(call, 2, "training", "training"),
+                *(Edit.set_keyword(each, "training", "self.training") for each in callers),
             ]
-            yield edits
         if call.args:
             yield [Edit.replace(call, code_of(call.args[0]))]
 

@@ -45,8 +45,14 @@ from compat.adaptation.repair.syntax import (
     sides,
     variable,
 )
-from compat.adaptation.repair.tensors import definition, operand, size_of
-from compat.adaptation.repair.values import calls_of, functions, hyperparameters
+from compat.adaptation.repair.values import (
+    calls_of,
+    definition,
+    functions,
+    hyperparameters,
+    operand,
+    size_of,
+)
 
 # Names of an embedding's argument that is its width.
 _WIDTH = re.compile(r"dim|model|embd|embed(?!dings)|width|hidden|features")
@@ -81,32 +87,29 @@ def _is_offset(site: Site, node: ast.AST | None) -> bool:
 
 def _less(site: Site, node: ast.expr) -> Edit | None:
     """Return a sum without the offset."""
-    if is_sum(node):
-        for offset, rest in sides(node):
-            if _is_offset(site, offset):
-                return Edit.replace(node, code_of(rest))
-    return None
+    pairs = sides(node) if is_sum(node) else ()
+    rests = (rest for offset, rest in pairs if _is_offset(site, offset))
+    return next((Edit.replace(node, code_of(rest)) for rest in rests), None)
 
 
-def _range(site: Site, call: ast.Call) -> Edits | None:
+def _range(site: Site, call: ast.Call) -> Edits:
     """Let `arange(1, T + 1)` begin at 0."""
-    if len(call.args) < 2 or not _is_offset(site, call.args[0]):
-        return None
-    start, end = call.args[:2]
-    length = Edit.replace(end, f"{code_of(end)} - {code_of(start)}")
-    return [Edit.replace(start, "0"), _less(site, end) or length]
+    match call.args:
+        case [start, end, *_] if _is_offset(site, start):
+            length = Edit.replace(end, f"{code_of(end)} - {code_of(start)}")
+            return [Edit.replace(start, "0"), _less(site, end) or length]
+    return []
 
 
-def _slice(site: Site, node: ast.Slice) -> Edits | None:
+def _slice(site: Site, node: ast.Slice) -> Edits:
     """Let `table[1 : T + 1]` begin at 0."""
-    if node.lower is None or node.upper is None or not _is_offset(site, node.lower):
-        return None
-    start, last = span(node.lower)[0], span(node.upper)[0]
-    length = _less(site, node.upper)
-    if length is None:
-        return None
-    short = re.fullmatch(r"\w+", length.text) or site.source.text[last - 1] == ":"
-    return [Edit.at(node, start, last, ":" if short else ": "), length]
+    match node:
+        case ast.Slice(ast.expr() as lower, ast.expr() as upper) if _is_offset(site, lower):
+            if (length := _less(site, upper)) is not None:
+                start, last = span(lower)[0], span(upper)[0]
+                short = re.fullmatch(r"\w+", length.text) or site.source.text[last - 1] == ":"
+                return [Edit.at(node, start, last, ":" if short else ": "), length]
+    return []
 
 
 def _sums(site: Site, region: ast.AST) -> Iterator[Edits]:
@@ -116,11 +119,11 @@ def _sums(site: Site, region: ast.AST) -> Iterator[Edits]:
         if (edit := _less(site, node)) is None:
             continue
         rest = node.left if _is_offset(site, node.right) else node.right
-        if isinstance(statement, ast.Assign) and statement.value is node:
-            if ast.unparse(statement.targets[0]) == ast.unparse(rest):
-                yield [removed(statement)]
-                continue
-        yield [edit]
+        is_own = (
+            isinstance(statement, ast.Assign) and statement.value is node
+            and ast.unparse(statement.targets[0]) == ast.unparse(rest)
+        )  # fmt: skip
+        yield [removed(statement) if is_own else edit]
     for augmented in find(ast.AugAssign, region):
         if isinstance(augmented.op, ast.Add) and _is_offset(site, augmented.value):
             yield [removed(augmented)]
@@ -168,7 +171,7 @@ def _added_positions(site: Site) -> Iterator[Edits]:
             if name not in read:
                 yield [_with_positions(site, lookup, f"{holder}.{name}", ids)]
         name = _position_name(token)
-        for embedding, statement in _new_embeddings(site, init, tables[token][1]):
+        for embedding, statement in _new_embeddings(site, init, [tables[token][1]]):
             edit = Edit.insert_after(statement, f"self.{name} = {embedding}")
             yield [edit, _with_positions(site, lookup, f"self.{name}", ids)]
 
@@ -201,9 +204,7 @@ def without_rotation(site: Site) -> Iterator[Edits]:
         else:
             pairs = zip(rotations, arguments, strict=True)
             edits += [Edit.replace(call, ", ".join(codes)) for call, codes in pairs]
-    edits += removed_together(statements)
-    if edits:
-        yield edits
+    yield [*edits, *removed_together(statements)]
 
 
 def _rotating(site: Site) -> list[ast.stmt]:
@@ -236,36 +237,28 @@ def added_position_module(site: Site) -> Iterator[Edits]:
 @fixes("sinusoidal_pos")
 def learned_table(site: Site) -> Iterator[Edits]:
     """Make the fixed table of positions a parameter, which starts with the same values."""
-    for cls in site.every(ast.ClassDef):
-        yield from _table_as_parameter(site, cls)
-
-
-def _table_as_parameter(site: Site, cls: ast.ClassDef) -> Iterator[Edits]:
-    init = constructor(cls)
     parameter = site.torch("torch.nn.Parameter")
-    for call in find_calls("register_buffer", within=cls):
-        name, value = str(constant(argument(call, 0, "name"))), argument(call, 1, "tensor")
-        statement = parent_of(call)
-        if isinstance(statement, ast.Expr) and value is not None:
-            if _is_table(site, name, value):
+    for cls in site.every(ast.ClassDef):
+        for call in find_calls("register_buffer", within=cls):
+            name, value = str(constant(argument(call, 0, "name"))), argument(call, 1, "tensor")
+            statement = parent_of(call)
+            if isinstance(statement, ast.Expr) and value and _is_table(site, name, value):
                 new = f"self.{name} = {parameter}({code_of(value)})"
                 yield [Edit.replace(statement, new), *_attached(cls, name)]
-    if init is None:
-        return
-    for node in find(ast.Assign, init):
-        target, value = node.targets[0], node.value
-        is_module = isinstance(value, ast.Call) and called(value)[:1].isupper()
-        if is_self(target) and not is_module and _is_table(site, target.attr, value):
-            attached = _attached(cls, target.attr)
-            written = any(
-                is_self(each.value, target.attr) and isinstance(each.ctx, ast.Store)
-                for each in find(ast.Subscript, cls)
-            )
-            if not written:
-                new = f"{parameter}({code_of(value)})"
-                yield [Edit.replace(value, new), *attached]
-            line = f"self.{target.attr} = {parameter}(self.{target.attr})"
-            yield [Edit.insert_after(init.body[-1], line), *attached]
+        if (init := constructor(cls)) is None:
+            continue
+        for node in find(ast.Assign, init):
+            target, value = node.targets[0], node.value
+            is_module = isinstance(value, ast.Call) and called(value)[:1].isupper()
+            if is_self(target) and not is_module and _is_table(site, target.attr, value):
+                attached = _attached(cls, target.attr)
+                parts = [
+                    each for each in find(ast.Subscript, cls) if isinstance(each.ctx, ast.Store)
+                ]
+                if not any(is_self(each.value, target.attr) for each in parts):
+                    yield [Edit.replace(value, f"{parameter}({code_of(value)})"), *attached]
+                line = f"self.{target.attr} = {parameter}(self.{target.attr})"
+                yield [Edit.insert_after(init.body[-1], line), *attached]
 
 
 def _is_table(site: Site, name: str, value: ast.expr) -> bool:
@@ -305,8 +298,7 @@ def _attached(cls: ast.ClassDef, name: str) -> Edits:
 def learned_embedding(site: Site) -> Iterator[Edits]:
     """Look the positions up in a new embedding instead of computing them."""
     for cls in site.every(ast.ClassDef):
-        init = constructor(cls)
-        if init is None:
+        if (init := constructor(cls)) is None:
             continue
         for call in find(ast.Call, cls):
             if enclosing(call, ast.FunctionDef) is not init and _is_wave(site, call):
@@ -315,12 +307,9 @@ def learned_embedding(site: Site) -> Iterator[Edits]:
 
 def _looked_up(site: Site, init: ast.FunctionDef, call: ast.Call) -> Iterator[Edits]:
     """Yield a new embedding in place of a call that computes positions in `forward`."""
+    inputs = _inputs(enclosing(call, ast.FunctionDef))[:1]
     tables = find_calls("Embedding", within=init)[:1]
-    found = [each for table in tables for each in _new_embeddings(site, init, table)]
-    function = enclosing(call, ast.FunctionDef)
-    names = [] if function is None else parameters(function)
-    inputs = [name for name in names if name != "self"][:1]
-    for embedding, statement in found[:1]:
+    for embedding, statement in _new_embeddings(site, init, tables)[:1]:
         new = Edit.insert_after(statement, f"self.pos_emb = {embedding}")
         for each in call.args[:1]:  # the length of the sequence, or a tensor
             code = code_of(each)
@@ -344,18 +333,26 @@ def _arange(site: Site, tensor: str, length: str = "") -> str:
     return f"{site.torch('torch.arange')}({length}, device={tensor}.device)"
 
 
+def _inputs(function: ast.FunctionDef | None) -> list[str]:
+    """Return the parameters of a method."""
+    return [] if function is None else [name for name in parameters(function) if name != "self"]
+
+
 def _new_embeddings(
-    site: Site, init: ast.FunctionDef, table: ast.Call
+    site: Site, init: ast.FunctionDef, tables: list[ast.Call]
 ) -> list[tuple[str, ast.stmt]]:
     """Return code of position embeddings like the token embedding, and that one's statement."""
-    keywords = (each.value for each in table.keywords if _WIDTH.search(each.arg or ""))
-    width_node = table.args[1] if len(table.args) > 1 else next(keywords, None)
-    if width_node is None:
-        return []
-    kind, width = code_of(table.func), code_of(width_node)
-    statement = needed(next((each for each in init.body if table in set(ast.walk(each))), None))
-    lengths = hyperparameters(site, init, "n_positions")
-    return [(f"{kind}({length}, {width})", statement) for length in lengths]
+    found = []
+    for table in tables:
+        keywords = [each.value for each in table.keywords if _WIDTH.search(each.arg or "")]
+        for width in [*table.args[1:2], *keywords][:1]:
+            holding = (each for each in init.body if table in set(ast.walk(each)))
+            statement = needed(next(holding, None))
+            found += [
+                (f"{code_of(table.func)}({length}, {code_of(width)})", statement)
+                for length in hyperparameters(site, init, "n_positions")
+            ]
+    return found
 
 
 @fixes("sinusoidal_pos")
@@ -377,8 +374,7 @@ def _embedding_built(
     site: Site, init: ast.FunctionDef, built: ast.Call, name: str
 ) -> Iterator[Edits]:
     """Build an embedding instead of a module, and look positions up where the module is called."""
-    tables = find_calls("Embedding", within=init)[:1]
-    found = [each for table in tables for each in _new_embeddings(site, init, table)]
+    found = _new_embeddings(site, init, find_calls("Embedding", within=init)[:1])
     cls = enclosing(init, ast.ClassDef) or source_of(init).tree
     uses = [call for call in find(ast.Call, cls) if is_self(call.func, name)]
     function = enclosing(uses[0], ast.FunctionDef) if len(uses) == 1 else None
@@ -386,8 +382,7 @@ def _embedding_built(
         return
     call, new = uses[0], Edit.replace(built, found[0][0])
     read = [n.id for each in call.args for n in find(ast.Name, each) if n.id != "self"]
-    names = read or [name for name in parameters(function) if name != "self"]
-    for tensor in names[:1]:  # of the length of the sequence
+    for tensor in (read or _inputs(function))[:1]:  # of the length of the sequence
         lookup = f"self.{name}({_arange(site, tensor)})"
         if call.args:
             yield [new, Edit.replace(call, f"{code_of(call.args[0])} + {lookup}")]
@@ -444,19 +439,18 @@ def removed_factor(site: Site) -> Iterator[Edits]:
 @fixes("extra_operation")
 def without_assignment(site: Site) -> Iterator[Edits]:
     """Remove the statements that change a tensor that GPT-2 passes on."""
-    if site.values.get("passed_on"):
-        every = dict.fromkeys(each.statement for each in site.everywhere)
-        assigned = [node for node in every if isinstance(node, ast.Assign)]
-        yield [removed(node) for node in assigned]
-        if len(assigned) > 1:  # others may call the function in which the tensor is changed
-            yield from ([removed(node)] for node in assigned)
-        for each in site.everywhere:
-            for node in find(ast.BinOp, each.statement):
-                for part in (node.left, node.right):
-                    yield only(node, part)
-            for call in each.calls:
-                if len(call.args) == 1:
-                    yield [Edit.replace(call, code_of(call.args[0]))]
+    places = site.everywhere if site.values.get("passed_on") else []
+    every = dict.fromkeys(each.statement for each in places)
+    assigned = [node for node in every if isinstance(node, ast.Assign)]
+    yield [removed(node) for node in assigned]
+    if len(assigned) > 1:  # others may call the function in which the tensor is changed
+        yield from ([removed(node)] for node in assigned)
+    for each in places:
+        for node in find(ast.BinOp, each.statement):
+            yield from (only(node, part) for part in (node.left, node.right))
+        for call in each.calls:
+            if len(call.args) == 1:
+                yield [Edit.replace(call, code_of(call.args[0]))]
 
 
 @fixes("pooled_positions")
@@ -520,8 +514,8 @@ def _without_step(call: ast.Call) -> Iterator[Edits]:
     without = Edit.remove_argument(call, step)
     yield [without]
     match argument(call, 1, "end"):
-        case ast.BinOp(left, ast.Mult(), right) as end:
-            for length, factor in ((left, right), (right, left)):
+        case ast.BinOp(op=ast.Mult()) as end:
+            for factor, length in sides(end):
                 if ast.dump(factor) == ast.dump(step):
                     yield [without, *Edit.unwrap(end, length)]
 
@@ -591,9 +585,7 @@ def _argument(call: ast.Call) -> ast.expr | None:
     """Return the tensor of `softmax(x, dim)` or `x.softmax(dim)`."""
     if isinstance(call.func, ast.Attribute):
         owner = ast.unparse(call.func.value)
-        module = owner in ("torch", "F", "nn", "self") or owner.endswith(
-            (".functional", ".special")
-        )
+        module = re.fullmatch(r"torch|F|nn|self|.*\.(functional|special)", owner, re.DOTALL)
         axis = not call.args or isinstance(call.args[0], (ast.Constant, ast.UnaryOp))
         if not module and (axis or not owner.startswith("self.")):
             return call.func.value
@@ -635,8 +627,7 @@ def unchanged_logits(site: Site) -> Iterator[Edits]:
     for call in site.calls:
         if isinstance(call.func, ast.Attribute) and isinstance(statement, (ast.Assign, ast.Return)):
             yield only(call, call.func.value)
-        if call.args:
-            yield only(call, call.args[0])
+        yield from (only(call, first) for first in call.args[:1])
 
 
 def _steps(site: Site) -> list[ast.stmt]:

@@ -2,8 +2,9 @@
 
 To add a fix, write a generator that yields lists of edits for a `Site`, decorate it with
 `@fixes(CODE, …)`, and put it into the module of its part of GPT-2. A fix may yield edits that turn
-out wrong: `repair` keeps only what improves the model. A fix that looks something up that the code
-or the finding does not have ends with a LookupError, such as that of `site.function`.
+out wrong: `repair` keeps only what improves the model. Empty lists are left out. A fix that looks
+something up that the code or the finding does not have ends with a LookupError, such as that of
+`site.function`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 from compat.adaptation.repair.edits import Edit, Edits, edited_texts
@@ -37,11 +38,15 @@ def fixes(*codes: str, unsafe: bool = False) -> Callable[[Fix], Fix]:
     """
 
     def register(fix: Fix) -> Fix:
+        @wraps(fix)
+        def changing(site: Site) -> Iterator[Edits]:
+            return filter(None, fix(site))
+
         for code in codes:
-            FIXES.setdefault(code, []).append(fix)
+            FIXES.setdefault(code, []).append(changing)
         if unsafe:
-            UNSAFE.add(fix)
-        return fix
+            UNSAFE.add(changing)
+        return changing
 
     return register
 
@@ -225,7 +230,7 @@ class Site:
 # Fixes of code that was already edited.
 
 
-def edited(site: Site, edits: Edits) -> Site:
+def _edited(site: Site, edits: Edits) -> Site:
     """Return the finding in the edited code."""
     texts = edited_texts(site.texts, edits)
     sources = {**site.sources, **{file: Source(file, text) for file, text in texts.items()}}
@@ -246,11 +251,10 @@ def edited(site: Site, edits: Edits) -> Site:
     return dataclasses.replace(site, finding=finding, sources=sources)
 
 
-def rewritten(site: Site, changed: Site, edits: Edits) -> Edits:
-    """Convert edits of the changed code to edits of the present code that replace all text."""
-    texts = changed.texts | edited_texts(changed.texts, edits)
-    present = site.texts
-    return [
-        Edit(file, 0, len(present[file]), text)
-        for file, text in texts.items() if text != present[file]
-    ]  # fmt: skip
+def followed(site: Site, edits: Edits, fix: Fix) -> Iterator[Edits]:
+    """Yield edits together with those that a fix makes of the edited code, as whole texts."""
+    changed = _edited(site, edits)
+    for further in fix(changed):
+        texts = changed.texts | edited_texts(changed.texts, further)
+        pairs = [(file, old, texts[file]) for file, old in site.texts.items()]
+        yield [Edit(file, 0, len(old), new) for file, old, new in pairs if new != old]

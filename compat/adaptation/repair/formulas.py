@@ -38,28 +38,26 @@ def formulas(site: Site, within: ast.AST) -> list[ast.expr]:
 
 
 def _operands(site: Site, node: ast.expr) -> Iterator[ast.expr]:
-    parts = _parts(site, node)
-    if parts is None:
-        if not _is_constant(site, node):
-            yield node
-        return
-    for part in parts:
-        yield from _operands(site, part)
+    if (parts := _parts(site, node)) is not None:
+        for part in parts:
+            yield from _operands(site, part)
+    elif not _is_constant(site, node):
+        yield node
 
 
 def _parts(site: Site, node: ast.expr) -> list[ast.expr] | None:
     """Return the operands of one operation on elements; None for any other expression."""
-    if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.MatMult):
-        return [node.left, node.right]
-    if isinstance(node, ast.UnaryOp):
-        return [node.operand]
-    if isinstance(node, ast.Compare):
-        return [node.left, *node.comparators]
-    if isinstance(node, ast.Call) and called(node).rstrip("_") in ELEMENTWISE:
-        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if isinstance(node.func, ast.Attribute) and not _is_imported(site, node.func):
-            return [node.func.value, *arguments]
-        return arguments
+    match node:
+        case ast.BinOp(left, op, right) if not isinstance(op, ast.MatMult):
+            return [left, right]
+        case ast.UnaryOp(_, operand):
+            return [operand]
+        case ast.Compare(left, _, others):
+            return [left, *others]
+        case ast.Call(func, arguments, keywords) if called(node).rstrip("_") in ELEMENTWISE:
+            is_method = isinstance(func, ast.Attribute) and not _is_imported(site, func)
+            owner = [func.value] if isinstance(func, ast.Attribute) and is_method else []
+            return [*owner, *arguments, *(keyword.value for keyword in keywords)]
     return None
 
 
@@ -133,11 +131,10 @@ def unused(site: Site, dropped: list[ast.AST]) -> Edits:
     for name in sorted(names):
         every = [n for n in find(ast.Attribute, site.tree) if n.attr == name]
         edits += _assignment([n for n in every if n not in inside])
+    if (function := site.function_or_none) is None:
+        return edits
     local = {node.id for node in inside if isinstance(node, ast.Name)} - site.imported
-    for name in sorted(local):
-        function = site.function_or_none
-        if function is None or name in {a.arg for a in find(ast.arg, function.args)}:
-            continue
+    for name in sorted(local - {each.arg for each in find(ast.arg, function.args)}):
         named = [n for n in find(ast.Name, function) if n.id == name]
         edits += _assignment([n for n in named if n not in inside])
     return edits
@@ -147,7 +144,7 @@ def _assignment(mentions: list[ast.Name] | list[ast.Attribute]) -> Edits:
     """Return the removal of an assignment that is the only mention of a name."""
     if len(mentions) != 1 or not isinstance(mentions[0].ctx, ast.Store):
         return []
-    statement = parent_of(mentions[0])
-    if not isinstance(statement, ast.Assign) or statement.targets != [mentions[0]]:
-        return []
-    return [] if len(block_of(statement)) == 1 else [Edit.remove(statement)]
+    match parent_of(mentions[0]):
+        case ast.Assign([target]) as statement if target is mentions[0]:
+            return [Edit.remove(statement)] if len(block_of(statement)) > 1 else []
+    return []

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 from compat.adaptation.repair.edits import Edit, Edits
-from compat.adaptation.repair.fixes import Site, edited, fixes, rewritten
+from compat.adaptation.repair.fixes import Site, fixes, followed
 from compat.adaptation.repair.held import unread
 from compat.adaptation.repair.modules import unused_module
-from compat.adaptation.repair.scale import head_size_in_scale
+from compat.adaptation.repair.scores import SDPA, head_size_in_scale, products, score_products
 from compat.adaptation.repair.source import (
     code_of,
     enclosing,
@@ -38,16 +38,7 @@ from compat.adaptation.repair.syntax import (
     variable,
     variables,
 )
-from compat.adaptation.repair.tensors import (
-    HEAD_SIZE,
-    SDPA,
-    operand,
-    products,
-    score_products,
-    size_of,
-    unique,
-)
-from compat.adaptation.repair.values import classes, hyperparameters
+from compat.adaptation.repair.values import HEAD_SIZE, classes, hyperparameters, operand, size_of
 from compat.user_models.synonyms import role_of
 
 
@@ -55,15 +46,13 @@ from compat.user_models.synonyms import role_of
 def split_with_transpose(site: Site) -> Iterator[Edits]:
     """Change `x.view(B, H, T, D)` to `x.view(B, T, H, D).transpose(1, 2)`."""
     within = site.within
+    swap = ".transpose(1, 2)"
     for calls in (find(ast.Call, within), site.calls):
         yield [edit for call in calls for edit in _exchanged(call)]
     for call in find_calls(SDPA, within=within):
         if len(call.args) >= 3:
-            yield [
-                *(Edit.replace(each, f"{operand_code(each)}.transpose(1, 2)")
-                  for each in call.args[:3]),
-                Edit.suffix(call, ".transpose(1, 2)"),
-            ]  # fmt: skip
+            turned = [Edit.replace(each, operand_code(each) + swap) for each in call.args[:3]]
+            yield [*turned, Edit.suffix(call, swap)]
 
 
 def _exchanged(call: ast.Call) -> Edits:
@@ -88,11 +77,8 @@ def transposed_heads(site: Site) -> Iterator[Edits]:
     """Transpose the heads back before they are merged."""
     others = [c for c in find(ast.Call, site.function) if c not in site.calls]
     for call in [*site.calls, *reversed(others)]:
-        name = called(call)
-        if name not in ("view", "reshape", "flatten", "contiguous", "rearrange"):
-            continue
-        heads = operand(site, call)
-        if heads is None:
+        name, heads = called(call), operand(site, call)
+        if name not in ("view", "reshape", "flatten", "contiguous", "rearrange") or heads is None:
             continue
         if name == "view" and isinstance(heads, ast.Call) and called(heads) == "contiguous":
             continue  # a candidate of its own
@@ -171,16 +157,12 @@ def _unused_names(function: ast.FunctionDef) -> list[str]:
 @fixes("missing_ln")
 def projected_from_the_norm(site: Site) -> Iterator[Edits]:
     """Project what the other projections of q, k and v project."""
-    if "raw" not in site.values:
-        return
-    within = find(ast.Call, site.within)
+    within = find(ast.Call, site.within) if "raw" in site.values else []
     names = [c.args[0].id for c in within if len(c.args) == 1 and isinstance(c.args[0], ast.Name)]
-    for call in site.calls:
-        for argument in call.args:
-            if isinstance(argument, ast.Name):
-                for name in dict.fromkeys(names):
-                    if name != argument.id:
-                        yield [Edit.replace(argument, name)]
+    for argument in (argument for call in site.calls for argument in call.args):
+        for name in dict.fromkeys(names):
+            if isinstance(argument, ast.Name) and name != argument.id:
+                yield [Edit.replace(argument, name)]
 
 
 # The width of a head.
@@ -243,8 +225,9 @@ def split_heads(site: Site) -> Iterator[Edits]:
     if site.values["found"] != 1:
         return
     for last, names in _attended(site):
-        statements = find(ast.stmt, site.function)
-        first = needed(next((node for node in statements if _reads_both(node, names)), None))
+        simple = [node for node in find(ast.stmt, site.function) if not hasattr(node, "body")]
+        both = (node for node in simple if set(names[:2]) <= variables(node, ast.Load))
+        first = needed(next(both, None))
         sizes = _leading_sizes(site, names[0])
         for heads, stored in _numbers_of_heads(site):
             lines = [f"{x} = {x}.view({sizes}, {heads}, -1).transpose(1, 2)" for x in names]
@@ -263,8 +246,7 @@ def _last_axes(site: Site, names: list[str]) -> Edits:
             axes = [constant(each) for each in call.args]
             if axes in ([1, 2], [2, 1], [0, 2, 1]) and isinstance(call.func, ast.Attribute):
                 if name_of(tensor := call.func.value) in names:
-                    code = f"{code_of(tensor)}.transpose(-2, -1)"
-                    edits.append(Edit.replace(call, code))
+                    edits.append(Edit.replace(call, f"{code_of(tensor)}.transpose(-2, -1)"))
     return edits
 
 
@@ -272,11 +254,20 @@ def _rescaled(site: Site, split: Edits) -> Iterator[Edits]:
     """Yield the split, and the size of a head in the place of the width that scaled the scores."""
     d_head = site.config.n_embd // site.values["expected"]
     values = {"found": site.config.n_embd**-0.5, "expected": d_head**-0.5, "d_head": d_head}
-    changed = edited(site, split)
-    finding = dataclasses.replace(changed.finding, code="scale_by_d_model", values=values)
-    changed = dataclasses.replace(changed, finding=finding)
-    for edits in islice(unique(head_size_in_scale(changed)), 4):
-        yield rewritten(site, changed, edits)
+
+    def scaled(changed: Site) -> Iterator[Edits]:
+        finding = replace(changed.finding, code="scale_by_d_model", values=values)
+        return islice(_unique(head_size_in_scale(replace(changed, finding=finding))), 4)
+
+    yield from followed(site, split, scaled)
+
+
+def _unique(candidates: Iterator[Edits]) -> Iterator[Edits]:
+    seen: list[Edits] = []
+    for edits in candidates:
+        if edits not in seen:
+            seen.append(edits)
+            yield edits
 
 
 def _attended(site: Site) -> Iterator[tuple[ast.expr, list[str]]]:
@@ -294,11 +285,6 @@ def _attended(site: Site) -> Iterator[tuple[ast.expr, list[str]]]:
                 yield product.node, [*names, product.right.id]
 
 
-def _reads_both(statement: ast.stmt, names: list[str]) -> bool:
-    """Return whether a simple statement reads q and k."""
-    return not hasattr(statement, "body") and set(names[:2]) <= variables(statement, ast.Load)
-
-
 def _leading_sizes(site: Site, name: str) -> str:
     """Return the sizes of the batch and of the sequence, as the function can write them."""
     for node in find(ast.Assign, site.region):
@@ -310,17 +296,14 @@ def _leading_sizes(site: Site, name: str) -> str:
 
 def _numbers_of_heads(site: Site) -> Iterator[tuple[str, Edits]]:
     """Yield code for the number of heads, with what stores it if nothing does."""
-    init = site.init_or_none
-    own = [code_of(node) for node in find(ast.Attribute, site.cls)
-           if role_of(node.attr) == "n_head"]  # fmt: skip
-    written = [each for each in own if each.startswith("self.")]
+    every = [node for node in find(ast.Attribute, site.cls) if role_of(node.attr) == "n_head"]
+    written = [code for node in every if (code := code_of(node)).startswith("self.")]
     yield from ((each, []) for each in dict.fromkeys(written))
-    if init is None or written:
-        return
-    for name in hyperparameters(site, init, "n_head"):
-        last = re.findall(r"[A-Za-z_][A-Za-z_0-9]*", name)[-1]  # of cfg["n_head"] as well
-        line = f"self.{last} = {name}"
-        yield f"self.{last}", [Edit.insert_after(init.body[-1], line)]
+    if not written and (init := site.init_or_none) is not None:
+        for name in hyperparameters(site, init, "n_head"):
+            last = re.findall(r"[A-Za-z_][A-Za-z_0-9]*", name)[-1]  # of cfg["n_head"] as well
+            line = f"self.{last} = {name}"
+            yield f"self.{last}", [Edit.insert_after(init.body[-1], line)]
 
 
 # The output projection.
@@ -334,8 +317,10 @@ def output_projection(site: Site) -> Iterator[Edits]:
     created: list[tuple[str, Edits]] = [(name, []) for name in unused]
     if not unused:
         name, statement = _name_of_projection(init), _last_built(init)
+        written = [code_of(call.func) for call in find_calls("Linear", within=init)]
+        linear = [*written, site.torch("torch.nn.Linear")][0]
         for width in _widths(site, init):
-            new = f"self.{name} = {_linear(site, init)}({width}, {width})"
+            new = f"self.{name} = {linear}({width}, {width})"
             created.append((name, [Edit.insert_after(statement, new)]))
     for name, edits in created:
         for applied in _projected(site, name):
@@ -363,12 +348,6 @@ def _last_built(init: ast.FunctionDef) -> ast.stmt:
     return (built or init.body)[-1]
 
 
-def _linear(site: Site, init: ast.FunctionDef) -> str:
-    """Return how the class writes `nn.Linear`."""
-    calls = find_calls("Linear", within=init)
-    return code_of(calls[0].func) if calls else site.torch("torch.nn.Linear")
-
-
 def _widths(site: Site, init: ast.FunctionDef) -> list[str]:
     """Return how a constructor can write the width of the model, the likeliest first."""
     found = [
@@ -391,11 +370,10 @@ def _projected(site: Site, name: str) -> Iterator[Edits]:
                 case ast.Return(ast.Name() as result) if result.id == target:
                     yield [Edit.replace(result, f"self.{name}({target})")]
         yield [Edit.insert_after(statement, f"{target} = self.{name}({target})")]
-    values = {node: node.value for node in find(ast.Return, site.region) if node.value}
     outputs = {  # the first of several
         node: value.elts[0] if isinstance(value, ast.Tuple) else value
-        for node, value in values.items()
-    }
+        for node in find(ast.Return, site.region) if (value := node.value)
+    }  # fmt: skip
     merging = ("cat", "concat", "view", "reshape", "flatten", "contiguous")
     projected: list[ast.expr] = [
         *(output for node, output in outputs.items() if node is statement),

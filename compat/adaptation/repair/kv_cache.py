@@ -47,11 +47,9 @@ def causal_without_a_cache(site: Site) -> Iterator[Edits]:
 
 def _starts(function: ast.FunctionDef) -> list[str]:
     """Return variables that may hold the number of cached tokens, such as `start_pos`."""
-    stored = [
-        target.id for node in find(ast.Assign, function) for target in node.targets
-        if isinstance(target, ast.Name)
-    ]  # fmt: skip
-    return [name for name in dict.fromkeys(stored) if START.search(name)]
+    targets = [target for node in find(ast.Assign, function) for target in node.targets]
+    names = dict.fromkeys(target.id for target in targets if isinstance(target, ast.Name))
+    return list(filter(START.search, names))
 
 
 def _without_ones(function: ast.FunctionDef) -> Iterator[Edits]:
@@ -75,6 +73,7 @@ def _from_zero(function: ast.FunctionDef, past: str) -> Iterator[tuple[ast.AST, 
                 moved = Edit.replace(end, f"{past} + {operand_code(end)}")
                 yield call, [Edit.replace(start, past), moved]
     for node in find(ast.Slice, function):
-        if node.lower is None and node.upper is not None and node.step is None:
-            new = f"{past} : {past} + {operand_code(node.upper)}"
-            yield node, [Edit.replace(node, new)]
+        match node:
+            case ast.Slice(None, ast.expr() as upper, None):
+                new = f"{past} : {past} + {operand_code(upper)}"
+                yield node, [Edit.replace(node, new)]

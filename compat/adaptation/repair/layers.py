@@ -55,9 +55,8 @@ def generated_blocks(site: Site) -> Iterator[Edits]:
             run = items[first : first + found]
             around = items[first - 1 : first] + items[first + found : first + found + 1]
             code = code_of(run[0])
-            if {code_of(item) for item in run} != {code}:
-                continue
-            if code in map(code_of, around) or not isinstance(run[0], ast.Call):
+            alike = {*map(code_of, run)} == {code} and code not in map(code_of, around)
+            if not alike or not isinstance(run[0], ast.Call):
                 continue
             if found == 1 and isinstance(node, ast.Call) and called(node) != "Sequential":
                 continue
@@ -82,9 +81,8 @@ def blocks_in_a_loop(site: Site) -> Iterator[Edits]:
         alike.setdefault(code_of(built), {})[name] = statement
     for code, group in alike.items():
         names, statements = list(group), list(group.values())
-        if len(group) != site.values["found"] or not (
-            len(group) > 1 or site.statement is statements[0]
-        ):
+        of_finding = len(group) > 1 or site.statement is statements[0]
+        if len(group) != site.values["found"] or not of_finding:
             continue
         listed = _name_of_list(cls, names)
         if (used := _iterated(cls, names, listed)) is None:
@@ -126,10 +124,9 @@ def _iterated(cls: ast.ClassDef, names: list[str], listed: str) -> Edits | None:
 def _unnested(statement: ast.stmt, names: list[str], listed: str) -> Edits | None:
     """Return a loop in place of `self.block3(self.block2(self.block1(x)))`."""
     calls = [call for call in find_calls(*names, within=statement) if is_self(call.func)]
+    plain = all(len(call.args) == 1 and not call.keywords for call in calls)
     match calls:
-        case [outer, *_, ast.Call(_, [ast.Name(x)])] if len(calls) == len(names):
-            if any(len(call.args) != 1 or call.keywords for call in calls):
-                return None
+        case [outer, *_, ast.Call(_, [ast.Name(x)])] if plain and len(calls) == len(names):
             lines = (f"for block in self.{listed}:", f"    {x} = block({x})")
             return [Edit.insert_before(statement, *lines), Edit.replace(outer, x)]
     return None
@@ -144,11 +141,9 @@ def layer_in_a_loop(site: Site) -> Iterator[Edits]:
         if not WITHOUT_PARAMETERS.search(called(call))
     }  # fmt: skip
     own = next((name for name, statement in built.items() if statement is site.statement), None)
-    if own is None or site.values["found"] != 1:
-        return
     every = reads(cls, *built)
     use = next((statement_of(node) for node in every if node.attr == own), None)
-    if use is None:
+    if own is None or use is None or site.values["found"] != 1:
         return
     block = block_of(use)
     place = block.index(use)
@@ -160,8 +155,12 @@ def layer_in_a_loop(site: Site) -> Iterator[Edits]:
         shared = any(node.attr in names and node not in inside for node in every)
         if shared or not _passes_on(block[i:j]):
             continue
+        module = site.torch("torch.nn.ModuleList")
         for size in _numbers(site, site.statement):
-            edits = [_listed(site, built[name], size) for name in names]
+            edits = [
+                Edit.replace(value, f"{module}([{code_of(value)} for _ in range({size})])")
+                for value in (built[name].value for name in names)
+            ]
             yield [*edits, _repeated(block[i:j], within, own)]
 
 
@@ -171,12 +170,6 @@ def _passes_on(statements: list[ast.stmt]) -> bool:
         return False
     read = set().union(*(variables(each, ast.Load) for each in statements))
     return bool(variables(statements[-1], ast.Store) & read)
-
-
-def _listed(site: Site, statement: ast.Assign, size: str) -> Edit:
-    """Return a list of modules in place of a module."""
-    new = f"[{code_of(statement.value)} for _ in range({size})]"
-    return Edit.replace(statement.value, f"{site.torch('torch.nn.ModuleList')}({new})")
 
 
 def _repeated(statements: list[ast.stmt], modules: list[ast.Attribute], own: str) -> Edit:

@@ -23,8 +23,7 @@ from compat.adaptation.repair.syntax import (
     own_attribute,
     sides,
 )
-from compat.adaptation.repair.tensors import operand
-from compat.adaptation.repair.values import settings
+from compat.adaptation.repair.values import operand, settings
 
 # The modules of torch with this argument.
 DECODER = "TransformerDecoder"
@@ -59,13 +58,10 @@ def batch_first(site: Site) -> Iterator[Edits]:
         if called(call) in BATCH_FIRST:
             passed = Edit.set_keyword(call, "batch_first", "True")
             yield [passed]
-            lengths = [
-                Edit.replace(number, "1")
-                for node in find(ast.expr, site.cls_or_none or site.tree)
-                if is_size(node) and (number := _axis(node)) and constant(number) == 0
-            ]
-            if lengths:
-                yield [passed, *lengths]
+            sizes = filter(is_size, find(ast.expr, site.cls_or_none or site.tree))
+            axes = [axis for axis in map(_axis, sizes) if axis and constant(axis) == 0]
+            if axes:
+                yield [passed, *(Edit.replace(axis, "1") for axis in axes)]
 
 
 def _axis(size: ast.expr) -> ast.expr | None:
@@ -119,8 +115,7 @@ def encoder_of_torch(site: Site) -> Iterator[Edits]:
             name = own_attribute(call.func)
             if name in layers or any(k.arg in ("tgt_mask", "memory") for k in call.keywords):
                 edits.append(Edit.replace(call, _encoder_call(call, name not in stacks)))
-    if edits:
-        yield edits
+    yield edits
 
 
 def _names_of(built: ast.Call) -> set[str]:
@@ -207,13 +202,11 @@ def without_shift(site: Site) -> Iterator[Edits]:
 def without_normalization(site: Site) -> Iterator[Edits]:
     """Remove the statements that normalize q and k, or replace the calls by their arguments."""
     within = site.within
-    removed = [
+    yield [
         Edit.remove(node)
         for node in find(ast.Assign, within)
         if _normalizes(node.value) or (node is site.statement and _updates(node))
     ]
-    if removed:
-        yield removed
     yield [
         Edit.replace(call, code_of(call.args[0]))
         for call in find(ast.Call, within)
@@ -255,11 +248,9 @@ def other_option(site: Site) -> Iterator[Edits]:
     for name, others in options.items():
         written = [*settings(site, name)]
         for other in dict.fromkeys(others) if written else ():
-            edits = [
+            yield [
                 Edit.replace(node, "False" if other is False else source_of(node).quoted(other))
                 for node in written
                 if type(value := constant(node)) is type(other) and value != other
                 and OTHER_OPTION.search(f"{name if other is False else value}".lower())
             ]  # fmt: skip
-            if edits:
-                yield edits

@@ -29,7 +29,6 @@ from compat.adaptation.repair.syntax import (
     name_of,
     sides,
 )
-from compat.adaptation.repair.tensors import is_method, operand, operands
 from compat.adaptation.repair.values import (
     attempts,
     calls_of,
@@ -37,7 +36,10 @@ from compat.adaptation.repair.values import (
     classes,
     constructions,
     functions,
+    is_method,
     numeral,
+    operand,
+    operands,
     origins,
     plus,
 )
@@ -152,28 +154,21 @@ def eps_argument(site: Site) -> Iterator[Edits]:
 @fixes("eps_value")
 def eps_in_root(site: Site) -> Iterator[Edits]:
     """Add eps to a variance that has none."""
-    if site.values["found"]:
-        return
     expected = numeral(site.values["expected"])
-    for node in find(ast.expr, site.function):
-        inner = _variance(site, node)
-        if inner is not None:
+    for node in find(ast.expr, site.function) if not site.values["found"] else ():
+        if (inner := _variance(site, node)) is not None:
             yield [plus(inner, expected)]
-        elif _is_std(node) and (text := _root_of(site, node, expected)) is not None:
+        elif (text := _root_of(site, node, expected)) is not None:
             yield [Edit.replace(node, text)]
 
 
 @fixes("eps_value")
 def any_literal(site: Site) -> Iterator[Edits]:
     """Change every number of the value, or one of them."""
-    found, expected = site.values["found"], site.values["expected"]
+    found, new = site.values["found"], numeral(site.values["expected"])
     if 0 < found <= MAX_EPS:
-        edits = [
-            Edit.replace(node, numeral(expected))
-            for node in site.every(ast.Constant)
-            if _is_close(node.value, found)
-        ]  # fmt: skip
-        yield from attempts(site, edits)
+        every = (node for node in site.every(ast.Constant) if _is_close(node.value, found))
+        yield from attempts(site, [Edit.replace(node, new) for node in every])
 
 
 class Term(NamedTuple):
@@ -258,13 +253,9 @@ def _variance(site: Site, node: ast.expr) -> ast.expr | None:
     return None
 
 
-def _is_std(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and called(node) == "std"
-
-
 def _root_of(site: Site, node: ast.expr, eps: str) -> str | None:
     """Return the code of a root, or of a standard deviation, with eps under the root."""
-    if isinstance(node, ast.Call) and _is_std(node):
+    if isinstance(node, ast.Call) and called(node) == "std":
         _, arguments = code_around(node, node.func)
         var = f"{code_of(node.func).removesuffix('std')}var{arguments}"
         return f"{site.torch('torch.sqrt')}({var} + {eps})"
@@ -293,10 +284,7 @@ def layer_norm_of_torch(site: Site) -> Iterator[Edits]:
             edits.append(Edit.rename(call.func, new))
             if name == "rms_norm" and len(call.args) > 3:  # where layer_norm has its bias
                 edits.append(Edit.prefix(call.args[3], "eps="))
-    if imports:
-        yield [*imports, *edits]
-    else:
-        yield from attempts(site, edits)
+    yield from [[*imports, *edits]] if imports else attempts(site, edits)
 
 
 @fixes("rmsnorm", "no_ln_bias")
@@ -311,24 +299,21 @@ def subtract_mean(site: Site) -> Iterator[Edits]:
     called_here = [cls for call in site.calls for cls in classes(site, called(call))]
     scopes = [*site.scopes, *called_here]
     for node in [node for scope in scopes for node in find(ast.expr, scope)]:
-        squared = _squared(site, node)
-        if squared is not None:
-            x = code_of(squared)
-            yield [
-                Edit.insert_before(statement_of(node), f"{x} = {x} - {_mean_like(site, node, x)}")
-            ]
+        if (x := _squared(site, node)) is not None:
+            new = f"{x} = {x} - {_mean_like(site, node, x)}"
+            yield [Edit.insert_before(statement_of(node), new)]
 
 
-def _squared(site: Site, node: ast.expr) -> ast.Name | None:
-    """Return the tensor of which an expression is the square or the norm."""
+def _squared(site: Site, node: ast.expr) -> str | None:
+    """Return the variable of which an expression is the square or the norm."""
     base: ast.expr | None = None
     match node:
         case ast.BinOp(left, ast.Pow(), right) if constant(right) == 2:
             base = left
         case ast.BinOp(left, ast.Mult(), right) if ast.dump(left) == ast.dump(right):
             base = left
-        case ast.Call(_, arguments) if called(node) in ("vector_norm", "normalize"):
-            base = next(iter(arguments), None)
+        case ast.Call(_, [tensor, *_]) if called(node) in ("vector_norm", "normalize"):
+            base = tensor
         case ast.Call() if called(node) in ("square", "norm") and not is_self(node.func):
             base = operand(site, node)
         case ast.Call() if called(node) == "pow":
@@ -336,7 +321,7 @@ def _squared(site: Site, node: ast.expr) -> ast.Name | None:
             base = tensor if [constant(each) for each in exponents] == [2] else None
     while isinstance(base, ast.Call) and isinstance(base.func, ast.Attribute):
         base = base.func.value  # `x` of `x.float()`
-    return base if isinstance(base, ast.Name) else None
+    return base.id if isinstance(base, ast.Name) else None
 
 
 def _mean_like(site: Site, square: ast.expr, x: str) -> str:
@@ -368,25 +353,20 @@ def _module_of_torch(site: Site, *, named_rms: bool) -> Iterator[Edits]:
         if named_rms and "rms" not in name.lower():
             continue
         for cls in classes(site, name):
-            edits = [
+            yield [
                 Edit.replace(call, f"{module}({width}{keyword})")
                 for call in calls_of_class(site, cls)
                 if (width := _width(cls, call)) is not None
             ]
-            if edits:
-                yield edits
 
 
 def _width(cls: ast.ClassDef, call: ast.Call) -> str | None:
     """Return the width of a norm that a call builds: what its class creates a parameter of."""
-    function = constructor(cls)
-    if function is None:
+    if (function := constructor(cls)) is None:
         return None
     names = [each.arg for each in function.args.args[1:]]
     creators = ("ones", "zeros", "empty", "full", "tensor", "rand", "randn")
-    for created in find_calls(*creators, within=function):
-        if not created.args:
-            continue
+    for created in [each for each in find_calls(*creators, within=function) if each.args]:
         shape = created.args[0]
         if isinstance(shape, ast.BinOp) and isinstance(shape.left, ast.List):
             shape = shape.right  # [1.0] * width

@@ -102,8 +102,9 @@ def _flags(site: Site, calls: list[ast.Call]) -> list[ast.expr]:
         for cls in classes(site, called(call)):
             flags += [each.test for each in find(ast.IfExp, cls)]
             flags += [each.test for each in find(ast.If, cls)]
-            for inner in find(ast.Call, cls):
-                flags += _flag_arguments(site, inner)
+            flags += [
+                flag for inner in find(ast.Call, cls) for flag in _flag_arguments(site, inner)
+            ]
     found = [literal for flag in flags for literal in origins(site, flag)]
     return [literal for literal in dict.fromkeys(found) if constant(literal) is False]
 
@@ -130,12 +131,12 @@ def _flag_arguments(site: Site, call: ast.Call) -> Iterator[ast.expr]:
 def _flag_entries(value: ast.expr) -> Iterator[ast.expr]:
     """Yield the values of flags in a dictionary, or in `partial(nn.Linear, bias=False)`."""
     for node in ast.walk(value):
+        pairs: list[tuple[object, ast.expr]] = []
         if isinstance(node, ast.Call):
-            yield from (k.value for k in node.keywords if k.arg and FLAG.search(k.arg))
+            pairs = [(keyword.arg, keyword.value) for keyword in node.keywords]
         elif isinstance(node, ast.Dict):
-            for key, each in zip(node.keys, node.values, strict=True):
-                if FLAG.search(str(constant(key))):
-                    yield each
+            pairs = list(zip(map(constant, node.keys), node.values, strict=True))
+        yield from (each for key, each in pairs if FLAG.search(str(key)))
 
 
 def _turned_on(site: Site, node: ast.expr) -> Edit:
@@ -173,8 +174,7 @@ def norm_bias(site: Site) -> Iterator[Edits]:
             bias = _partner(name, 0)
             edits = _declared(cls, statement, created, bias)
             for used in reads(cls, name):
-                edit = _norm_bias_used(used, bias)
-                if edit is not None:
+                if (edit := _norm_bias_used(used, bias)) is not None:
                     yield [*edits, edit]
             yield edits
 
@@ -232,12 +232,13 @@ def _declared(
     """Create a bias like another parameter; what was registered under its name is replaced."""
     new = f"self.{name} = {_parameter(created, 'zeros', shape)}"
     for node in find(ast.stmt, cls):
-        if any(is_self(target, name) for target, _ in assigned(node)):
+        present = any(is_self(target, name) for target, _ in assigned(node))
+        match node:
+            case ast.Expr(ast.Call(_, [registered, *_]) as call):
+                registers = called(call) in ("register_buffer", "register_parameter")
+                present = registers and constant(registered) == name
+        if present:
             return [Edit.replace(node, new)]
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            registers = called(node.value) in ("register_buffer", "register_parameter")
-            if registers and node.value.args and constant(node.value.args[0]) == name:
-                return [Edit.replace(node, new)]
     return [Edit.insert_after(statement, new)]
 
 
@@ -287,8 +288,7 @@ def norm_weight(site: Site) -> Iterator[Edits]:
             weight = _partner(name, 1)
             new = f"self.{weight} = {_parameter(created, 'ones', None)}"
             for used in reads(cls, name):
-                edit = _norm_weight_used(used, weight)
-                if edit is not None:
+                if (edit := _norm_weight_used(used, weight)) is not None:
                     yield [Edit.insert_before(statement, new), edit]
 
 
@@ -329,10 +329,8 @@ def norm_parameters(site: Site) -> Iterator[Edits]:
         for node in find(ast.Return, cls):
             match node.value:
                 case ast.Call() as call if called(call) == "layer_norm":
-                    yield [
-                        declared,
-                        Edit.last_argument(call, ", weight=self.weight, bias=self.bias"),
-                    ]
+                    both = ", weight=self.weight, bias=self.bias"
+                    yield [declared, Edit.last_argument(call, both)]
                 case ast.expr() as value if function is not enclosing(node, ast.FunctionDef):
                     code = code_of(value) if is_product(value) else operand_code(value)
                     result = f"{code} * self.weight + self.bias"
@@ -346,12 +344,12 @@ def norm_modules(site: Site) -> Iterator[Edits]:
     if site.cls_or_none is not None:
         name = next((called(call) for call in site.calls if "norm" in called(call)), name)
     edits: Edits = []
+    module = site.torch("torch.nn.LayerNorm")
     for cls in site.every(ast.ClassDef):
         function, calls = constructor(cls), find_calls(name, within=cls)
         widths = [] if function is None else hyperparameters(site, function, "n_embd")
         if function is None or not calls or not widths or not calls[0].args:
             continue
-        module = site.torch("torch.nn.LayerNorm")
         names = [f"ln_{i + 1}" for i in range(len(calls))] if len(calls) > 1 else ["ln_f"]
         created = [f"self.{each} = {module}({widths[0]})" for each in names]
         edits.append(Edit.insert_after(function.body[-1], *created))
@@ -359,8 +357,7 @@ def norm_modules(site: Site) -> Iterator[Edits]:
             Edit.replace(call, f"self.{each}({code_of(call.args[0])})")
             for call, each in zip(calls, names, strict=True)
         ]
-    if edits:
-        yield edits
+    yield edits
 
 
 @fixes(*BIASES)
@@ -405,15 +402,14 @@ def _shape(created: ast.expr) -> list[str]:
 
 def _projection(created: ast.expr, weight: ast.expr) -> Iterator[tuple[str, ast.expr, str]]:
     """Yield the bias's shape, the product, and how the bias is added, for a use of a weight."""
-    sizes = _shape(created)
-    if len(sizes) < 2:
-        return
-    match parent_of(weight):
-        case ast.Subscript(_, ast.Name() | ast.Constant() as layer) as one:
+    match _shape(created), parent_of(weight):
+        case [layers, _, *_] as sizes, (
+            ast.Subscript(_, ast.Name() | ast.Constant() as layer) as one
+        ):
             for width, whole, form in _products(sizes[1:], one):
                 form = form.replace("{}", f"{{}}[{code_of(layer)}]")
-                yield f"{sizes[0]}, {width}", whole, form
-        case _:
+                yield f"{layers}, {width}", whole, form
+        case [_, _, *_] as sizes, _:
             yield from _products(sizes, weight)
 
 
@@ -462,12 +458,10 @@ def _einsum(
 
 
 def _bias_added(whole: ast.expr, bias: str) -> Edit:
-    if isinstance(whole, ast.Call) and called(whole) == "linear":
-        present = argument(whole, 2, "bias")
-        if present is not None:
-            return Edit.replace(present, bias)
-        return Edit.last_argument(whole, f", {bias}")
-    return plus(whole, bias)
+    if not isinstance(whole, ast.Call) or called(whole) != "linear":
+        return plus(whole, bias)
+    present = argument(whole, 2, "bias")
+    return Edit.replace(present, bias) if present else Edit.last_argument(whole, f", {bias}")
 
 
 # Parameters without a counterpart
@@ -495,11 +489,11 @@ def remove_term(site: Site) -> Iterator[Edits]:
             if made is None or not (name := variable(made)):
                 continue
             function = enclosing(made, ast.FunctionDef)
+            removed = [Edit.remove(statement), Edit.remove(made)]
             for node in filter(is_sum, find(ast.BinOp, function or site.tree)):
                 for term, other in sides(node):
                     if isinstance(term, ast.Name) and term.id == name:
-                        kept = Edit.replace(node, code_of(other))
-                        yield [Edit.remove(statement), Edit.remove(made), kept]
+                        yield [*removed, Edit.replace(node, code_of(other))]
 
 
 def _without(used: ast.expr) -> Edit | None:
@@ -533,13 +527,12 @@ def inner_ratio(site: Site) -> Iterator[Edits]:
     if rest:
         return
     edits = []
-    for node in _inner_expressions(site):
-        for factor in find(ast.expr, node):
-            for literal in origins(site, factor):
-                value = constant(literal)
-                if isinstance(value, (int, float)) and value * site.config.n_embd == found:
-                    text = f"{ratio:.1f}" if isinstance(value, float) else str(ratio)
-                    edits.append(Edit.replace(literal, text))
+    factors = (factor for node in _inner_expressions(site) for factor in find(ast.expr, node))
+    for literal in (each for factor in factors for each in origins(site, factor)):
+        value = constant(literal)
+        if isinstance(value, (int, float)) and value * site.config.n_embd == found:
+            text = f"{ratio:.1f}" if isinstance(value, float) else str(ratio)
+            edits.append(Edit.replace(literal, text))
     yield from attempts(site, edits)
 
 
@@ -561,10 +554,8 @@ def inner_width(site: Site) -> Iterator[Edits]:
     for call in calls[:1] if not rest else ():
         text, hidden = f"{ratio} * {operand_code(call.args[0])}", call.args[1]
         for node in chain(site, hidden)[1:]:
-            if (
-                enclosing(node, ast.FunctionDef) is site.function_or_none
-                and source_of(node) is site.source
-            ):
+            same_function = enclosing(node, ast.FunctionDef) is site.function_or_none
+            if same_function and source_of(node) is site.source:
                 yield [Edit.replace(node, text)]
         code, scope = code_of(hidden), site.cls_or_none or site.tree
         yield [

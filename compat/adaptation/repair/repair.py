@@ -19,29 +19,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from compat.adaptation.adapt import Options, adapt_with, no_progress
-from compat.adaptation.repair import (
-    activations,
-    blocks,
-    branches,
-    dropout,
-    embeddings,
-    heads,
-    kv_cache,
-    layers,
-    mask,
-    modules,
-    norms,
-    parameters,
-    scale,
-    signature,
-    softmax,
-)
 from compat.adaptation.repair.edits import Edits, edited_texts, with_import_of_torch
 from compat.adaptation.repair.fixes import FIXES, UNSAFE, Site
 from compat.adaptation.repair.source import Source
@@ -68,11 +52,13 @@ from compat.user_models.usage import user_modules
 
 # Importing these modules fills the registry.
 AREAS = (
-    activations, blocks, branches, dropout, embeddings, heads, kv_cache, layers, mask, modules,
-    norms, parameters, scale, softmax, signature,
+    "activations", "blocks", "dropout", "embeddings", "heads", "kv_cache", "layers", "modules",
+    "norms", "parameters", "scores", "signature",
 )  # fmt: skip
+for area in AREAS:
+    import_module(f"compat.adaptation.repair.{area}")
 # The proof imports what this process does, although a folder of the user's may be called `torch`.
-PROVE = "import sys; sys.path[:] = {}; from compat.adaptation.repair.prove import main; main()"
+PROVE = "import sys; sys.path[:] = {}; from compat.adaptation.repair.repair import prove; prove()"
 MAX_TRIALS = 120  # models that are built and compared in one search
 MAX_SECONDS = 240  # after which a search tries no further edits
 # Deviations that hide others, which are found after their repair: a gated MLP may have other biases
@@ -408,17 +394,13 @@ class Search:
     def _edits(self, finding: Finding, texts: dict[str, str], unsafe: bool) -> Iterator[Edits]:
         if finding.file is None:
             return
-        names = list(dict.fromkeys([*_sources(finding.file), *self.imported]))
-        for name in names:
-            if name not in self.old:
-                self.old[name] = present_text(name)
+        names = dict.fromkeys([*_sources(finding.file), *self.imported])
+        self.old |= {name: present_text(name) for name in names if name not in self.old}
         sources = {name: Source(name, texts.get(name, self.old[name])) for name in names}
         site = Site(finding, sources, self.checkpoint.config, self.user_config)
         for fix in FIXES.get(finding.code, ()):
-            if fix in UNSAFE and not unsafe:
-                continue
             try:
-                yield from fix(site)
+                yield from fix(site) if unsafe or fix not in UNSAFE else ()
             except LookupError:  # the code lacks what the fix changes
                 continue
             except Exception as error:  # other fixes may still repair the model
@@ -488,3 +470,11 @@ def is_proved(target: Target, checkpoint: Checkpoint, found: Repair) -> bool:
         check=False,
     )
     return done.returncode == 0 and done.stdout.splitlines()[-1:] == ["compatible"]
+
+
+def prove() -> None:
+    """Build a model from edited source and adapt it: JSON on stdin, the verdict on stdout."""
+    request = json.load(sys.stdin)
+    checkpoint = open_checkpoint(request["source"], n_head=request["n_head"])
+    adaptation = Target(**request["target"]).adapt(checkpoint, request["texts"])
+    print("compatible" if adaptation else "not compatible")

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterator
 
 from compat.adaptation.repair.edits import Edit, Edits
-from compat.adaptation.repair.fixes import FIXES, UNSAFE, Site, edited, fixes, rewritten
+from compat.adaptation.repair.fixes import FIXES, UNSAFE, Site, fixes, followed
 from compat.adaptation.repair.source import enclosing, find, find_calls, source_of, span
 from compat.adaptation.repair.syntax import (
     called,
@@ -52,28 +52,23 @@ def with_new_argument(site: Site) -> Iterator[Edits]:
     role = NEEDED[site.finding.code]
     for cls in _classes(site):
         _, added = _size(site, cls, role) or ("", [])
-        if added:
-            changed = edited(site, added)
-            for fix in FIXES[site.finding.code]:
-                if fix not in UNSAFE:
-                    with contextlib.suppress(LookupError):  # as in the search
-                        yield from (rewritten(site, changed, edits) for edits in fix(changed))
+        for fix in FIXES[site.finding.code] if added else ():
+            if fix not in UNSAFE:
+                with contextlib.suppress(LookupError):  # as in the search
+                    yield from followed(site, added, fix)
 
 
-def _classes(site: Site) -> Iterator[ast.ClassDef]:
-    """Yield the classes that may lack the size.
+def _classes(site: Site) -> list[ast.ClassDef]:
+    """Return the classes that may lack the size.
 
     A table of positions belongs to the class with the token embedding. Other sizes are lacking
     around the finding's lines, or in a class that is named there.
     """
     if NEEDED[site.finding.code] == "n_positions":
-        for cls in site.every(ast.ClassDef):
-            if find_calls("Embedding", within=cls):
-                yield cls
-        return
+        return [cls for cls in site.every(ast.ClassDef) if find_calls("Embedding", within=cls)]
     near = [each.cls for each in site.everywhere if each.cls_or_none]
     named = [each for call in site.calls for each in classes(site, called(call))]
-    yield from dict.fromkeys([*near, *named])
+    return list(dict.fromkeys([*near, *named]))
 
 
 # Where the size is added.
@@ -137,13 +132,12 @@ def _config_entry(site: Site, init: ast.FunctionDef, role: str) -> tuple[str, Ed
                 field = f"{new}{typed} = {value}"
                 return f"{config}.{new}", [Edit.insert_after(fields[-1], field)]
         return None
-    edits: Edits = []
-    for node in site.every(ast.Dict):
-        if len(read & {constant(key) for key in node.keys}) > 1:
-            key, last = node.keys[-1], node.values[-1]
-            if key is not None:
-                quoted = source_of(node).quoted(new)
-                edits.append(_listed_after(key, last, f"{quoted}: {value}"))
+    edits = [
+        _listed_after(key, node.values[-1], f"{source_of(node).quoted(new)}: {value}")
+        for node in site.every(ast.Dict)
+        if len(read & {constant(key) for key in node.keys}) > 1
+        and (key := node.keys[-1]) is not None
+    ]  # fmt: skip
     return (f"{config}[{source_of(init).quoted(new)}]", edits) if edits else None
 
 
@@ -162,8 +156,7 @@ def _listed_after(first: ast.AST, last: ast.AST, text: str) -> Edit:
 def _optional_argument(site: Site, init: ast.FunctionDef, role: str) -> tuple[str, Edits]:
     """Return a last argument of the model's constructor, by default the checkpoint's size."""
     last = [*init.args.posonlyargs, *init.args.args][-1]
-    name = _new_name(role, set(parameters(init)))
-    value = value_of(role, site.user_config)
+    name, value = _new_name(role, set(parameters(init))), value_of(role, site.user_config)
     text = f"{name}: int = {value}" if last.annotation else f"{name}={value}"
     end = default_of(init, last.arg) or last
     return name, [_listed_after(last, end, text)]
@@ -173,9 +166,8 @@ def _required_argument(cls: ast.ClassDef, init: ast.FunctionDef | None, name: st
     """Return an argument of a module's constructor after those without a default."""
     if init is None:
         first = cls.body[1] if ast.get_docstring(cls) is not None else cls.body[0]
-        return Edit.insert_before(
-            first, f"def __init__(self, {name}):", "    super().__init__()", ""
-        )
+        lines = (f"def __init__(self, {name}):", "    super().__init__()", "")
+        return Edit.insert_before(first, *lines)
     after = [*init.args.posonlyargs, *init.args.args][_place(init)]
     typed = any(each.annotation for each in find(ast.arg, init.args))
     return _listed_after(after, after, f"{name}: int" if typed else name)

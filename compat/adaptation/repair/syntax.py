@@ -136,24 +136,25 @@ def constructor(cls: ast.ClassDef) -> ast.FunctionDef | None:
     return next((node for node in functions if node.name == "__init__"), None)
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[str]:
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def parameters(function: Function) -> list[str]:
     """Return the names of a function's parameters, other than `*args` and `**kwargs`."""
     arguments = function.args
     every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return [each.arg for each in every]
 
 
-def default_of(
-    function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, name: str
-) -> ast.expr | None:
+def default_of(function: Function, name: str) -> ast.expr | None:
     """Return the default of a parameter."""
-    arguments = function.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    for parameter, default in zip(reversed(positional), reversed(arguments.defaults), strict=False):
-        if parameter.arg == name:
-            return default
-    keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return next((default for parameter, default in keyword_only if parameter.arg == name), None)
+    every = function.args
+    positional = [*every.posonlyargs, *every.args]
+    pairs: list[tuple[ast.arg, ast.expr | None]] = [
+        *zip(reversed(positional), reversed(every.defaults), strict=False),
+        *zip(every.kwonlyargs, every.kw_defaults, strict=True),
+    ]
+    return next((default for each, default in pairs if each.arg == name), None)
 
 
 def targets(node: ast.stmt) -> list[ast.expr]:

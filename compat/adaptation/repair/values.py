@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from compat.adaptation.repair.edits import Edit, Edits
@@ -13,12 +14,14 @@ from compat.adaptation.repair.source import (
     code_of,
     enclosing,
     find,
+    find_calls,
     grouped_span,
     parent_of,
     source_of,
     span,
 )
 from compat.adaptation.repair.syntax import (
+    Function,
     argument,
     assigned,
     assignments,
@@ -27,15 +30,133 @@ from compat.adaptation.repair.syntax import (
     constant,
     default_of,
     is_self,
+    is_size,
     last_name,
     name_of,
+    own_attribute,
     parameters,
+    root,
     self_assignments,
     targets,
+    unpacked_sizes,
+    variables,
 )
 from compat.user_models.synonyms import is_config_name, role_of
 
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+NUMERIC = ("sqrt", "rsqrt", "pow", "float", "int", "tensor", "item", "Tensor")  # of numbers
+
+
+HEAD_SIZE = re.compile(
+    r"^(d_?k|d_?h|hd|hs|d_?head|dim_?head|k_channels|.*head_?(dim|size|width|channels|features)"
+    r"|.*(dim|size|width|channels|features)_?per_?head)s?$",
+    re.IGNORECASE,
+)
+
+
+def assigned_values(within: ast.AST, name: str, *, unpacked: bool = False) -> list[ast.expr]:
+    """Return the values assigned to a variable or attribute, also those that are unpacked."""
+    return [
+        value
+        for node in find(ast.stmt, within)
+        for target, value in assigned(node)
+        for each in (target.elts if unpacked and isinstance(target, ast.Tuple) else [target])
+        if assigns(each, name)
+    ]  # fmt: skip
+
+
+def definition(site: Site, node: ast.expr) -> ast.expr | None:
+    """Return the last expression that is assigned to a variable, or to an attribute of the class.
+
+    What an attribute is replaced by that contains it, as by `compile(self.model)`, is left out.
+    """
+    scopes: Sequence[ast.AST] = ()
+    if name := own_attribute(node):
+        cls = enclosing(node, ast.ClassDef) or site.cls_or_none
+        scopes = site.lineage(cls) if cls is not None else ()
+    elif isinstance(node, ast.Name):
+        name, scopes = node.id, [enclosing(node, ast.FunctionDef) or site.tree]
+    if name is None or not scopes:
+        return None
+    held = own_attribute(node) or ...
+    found = [
+        value for scope in reversed(scopes) for value in assigned_values(scope, name)
+        if not any(inner is node or own_attribute(inner) == held for inner in ast.walk(value))
+        and (isinstance(node, ast.Attribute) or value.lineno <= node.lineno)
+    ]  # fmt: skip
+    if not found and isinstance(scopes[0], ast.FunctionDef) and name not in parameters(scopes[0]):
+        pairs = (pair for statement in site.tree.body for pair in assigned(statement))
+        found = [value for target, value in pairs if assigns(target, name)]
+    return found[-1] if found else None
+
+
+def is_number(site: Site, node: ast.AST | None, depth: int = 4) -> bool:
+    """Return whether an expression looks like a number rather than a tensor of activations."""
+    match node:
+        case ast.Constant(value):
+            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        case ast.UnaryOp(_, operand):
+            return is_number(site, operand, depth)
+        case ast.BinOp(left, _, right):
+            return is_number(site, left, depth) and is_number(site, right, depth)
+        case ast.Subscript() | ast.Call() if is_size(node):
+            return True
+        case ast.Subscript(_, ast.Constant(str())):  # as in config["scale"]
+            return True
+        case ast.Call(func, values) if called(node) in NUMERIC:
+            if isinstance(func, ast.Attribute) and name_of(func.value) not in site.imported:
+                values = [func.value, *values]
+            return bool(values) and all(is_number(site, value, depth) for value in values)
+        case ast.Name() | ast.Attribute() if depth:
+            return _is_number_by_name(site, node, depth)
+    return False
+
+
+def _is_number_by_name(site: Site, node: ast.Name | ast.Attribute, depth: int) -> bool:
+    value = definition(site, node)
+    if value is not None:
+        return is_number(site, value, depth - 1)
+    if isinstance(node, ast.Attribute):
+        return not is_self(node) and node.attr not in ("T", "mT", "mH", "weight", "bias")
+    scope = enclosing(node, ast.FunctionDef)
+    if scope is None:
+        return False
+    if node.id in parameters(scope):
+        numeric = re.search(r"scal|factor|temp|norm|dim|size|width", node.id)
+        return scope.name == "__init__" or bool(numeric or HEAD_SIZE.match(node.id))
+    if any(node.id in unpacked_sizes(statement) for statement in find(ast.Assign, scope)):
+        return True
+    # A global name may be one of those that are imported from another module.
+    aliases = [alias for each in find(ast.ImportFrom, site.tree) for alias in each.names]
+    is_imported = not {"*", node.id}.isdisjoint(alias.asname or alias.name for alias in aliases)
+    return is_imported and node.id not in variables(scope, ast.Store)
+
+
+def size_of(site: Site, name: str, axis: int) -> str:
+    """Return a size of a tensor, written as elsewhere in the file."""
+    calls = len(find_calls("size", within=site.tree))
+    shapes = sum(node.attr == "shape" for node in find(ast.Attribute, site.tree))
+    return f"{name}.size({axis})" if calls > shapes else f"{name}.shape[{axis}]"
+
+
+def operand(site: Site, call: ast.Call) -> ast.expr | None:
+    """Return the tensor that a call computes with: the owner of a method, or the first argument."""
+    return next(iter(operands(site, call)), None)
+
+
+def operands(site: Site, call: ast.Call) -> list[ast.expr]:
+    """Return the arguments of a call, and before them the tensor whose method is called."""
+    match call.func:
+        case ast.Attribute(owner) if is_method(site, call):
+            return [owner, *call.args]
+    return call.args
+
+
+def is_method(site: Site, call: ast.Call) -> bool:
+    """Return whether a method of a tensor is called, not a function of a module or of `self`."""
+    known = root(call.func) in {"self", *site.imported}
+    return isinstance(call.func, ast.Attribute) and not known
+
+
 DEPTH = 8  # how many names a value is followed through
 
 
@@ -86,7 +207,7 @@ def _before(site: Site, node: ast.expr) -> Iterator[ast.expr]:
 def _of_name(site: Site, node: ast.Name) -> Iterator[ast.expr]:
     """Yield the values assigned to a name in its function, its argument's, or else the file's."""
     for scope in ancestors(node):
-        if not isinstance(scope, FUNCTIONS):
+        if not isinstance(scope, Function):
             continue
         assigned = list(assignments(scope, node.id))
         yield from assigned
@@ -210,26 +331,22 @@ def passed(
     site: Site, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str
 ) -> Iterator[ast.expr]:
     """Yield what calls of a function, or of the class that it constructs, pass as an argument."""
-    cls = parent_of(function)
-    is_method = isinstance(cls, ast.ClassDef)
-    place = parameters(function).index(name) - is_method
-    target = function.name
-    if isinstance(cls, ast.ClassDef) and function.name == "__init__":
-        target = cls.name
+    place, target = parameters(function).index(name), function.name
+    if isinstance(cls := parent_of(function), ast.ClassDef):
+        place -= 1
+        target = cls.name if target == "__init__" else target
     for call in calls_of(site, target):
-        found = argument(call, place, name)
-        if found is not None:
+        if (found := argument(call, place, name)) is not None:
             yield found
 
 
 def attempts(site: Site, edits: Edits) -> Iterator[Edits]:
     """Yield edits that may belong together: the finding's statement's, then all, then each."""
     edits = list(dict.fromkeys(edits))
-    start, end = span(site.statement)
-    near = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
-    start, end = span(site.within)
-    around = [e for e in edits if e.file == site.source.file and start <= e.start <= end]
-    yield from (group for group in (near, around, edits) if group)
+    for region in (site.statement, site.within):
+        start, end = span(region)
+        yield [e for e in edits if e.file == site.source.file and start <= e.start <= end]
+    yield edits
     yield from ([edit] for edit in edits)
 
 
@@ -264,9 +381,8 @@ def hyperparameters(site: Site, init: ast.FunctionDef, role: str) -> list[str]:
             found += [f"{name}.{entry}" for entry in entries]
         elif reads:
             found += [f"{name}[{source_of(init).quoted(entry)}]" for entry in entries]
-    module = [pair for each in site.sources.values() for node in each.tree.body
-              for pair in assigned(node)]  # fmt: skip
-    for target, value in module:
+    module = (node for each in site.sources.values() for node in each.tree.body)
+    for target, value in (pair for node in module for pair in assigned(node)):
         # A letter such as `n` is a size if its value is a number, and not computed from the data.
         if isinstance(target, ast.Name) and role_of(target.id) == role:
             found += [target.id] if len(target.id) > 1 or type(constant(value)) is int else []
