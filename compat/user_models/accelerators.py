@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -22,8 +23,10 @@ _MISSING = re.compile(
     r"compiled with (CUDA|XPU) enabled|NVIDIA driver|support for mps|MPS backend|'_cuda_\w+'"
     r"|arguments from the '(CUDA|MPS|XPU)' backend"
 )
-# What torch says to code that torchrun has to start, such as `dist.get_world_size()`.
-_NO_GROUP = re.compile("Default process group has not been initialized")
+# What code raises that torchrun has to start, such as `dist.get_world_size()`.
+_NO_GROUP = re.compile(
+    "Default process group has not been initialized|KeyError: '(WORLD_SIZE|(LOCAL_)?RANK)'"
+)
 # Functions of torch.cuda that have nothing to do without a device.
 _IDLE = ("synchronize", "set_device", "reset_peak_memory_stats")
 
@@ -50,12 +53,16 @@ def on_available_device(run: Callable[[], Result]) -> tuple[Result, bool]:
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[None]:
-    """Run the body in a process group of this process alone."""
+    """Run the body in a process group of this process alone, and with torchrun's variables."""
+    before = dict(os.environ)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

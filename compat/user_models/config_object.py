@@ -418,11 +418,13 @@ def _accepts(parameter: Parameter, value: Any) -> bool:
     if parameter.annotation in (str, "str") and not isinstance(value, str):
         return False
     if default is None:
+        annotation = str(parameter.annotation)
         is_number = not isinstance(value, str) and not callable(value)
         return (
             parameter.name.lower() not in AMBIGUOUS
             and is_number
-            and not re.search(r"\b([Ll]ist|[Tt]uple|Sequence)\b", str(parameter.annotation))
+            and not (isinstance(value, bool) and re.search("bool|_empty", annotation) is None)
+            and not re.search(r"\b([Ll]ist|[Tt]uple|Sequence)\b", annotation)
             and not _COMPUTED.search(plain(parameter.name))
         )
     if default is parameter.empty or isinstance(value, str):

@@ -78,6 +78,15 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
         for name in [n for n, m in sys.modules.items() if isinstance(m, _MissingModule)]:
             if finder.covers(name):
                 del sys.modules[name]
+        if finder.names:
+            _forget_installed()
+
+
+def _forget_installed() -> None:
+    """Let transformers search again for the libraries that it can use, of which it keeps a list."""
+    for function in vars(sys.modules.get("transformers.utils.import_utils", object)).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 @contextlib.contextmanager

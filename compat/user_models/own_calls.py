@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import importlib
 import inspect
 import operator
 import re
@@ -29,7 +28,7 @@ from compat.config import GPT2Config
 from compat.user_code import is_project_top
 from compat.user_models.notebook import read_source
 from compat.user_models.synonyms import AMBIGUOUS, CONFIG_CLASSES, size_role, value_of
-from compat.user_models.target import import_path
+from compat.user_models.target import imported
 from compat.user_models.usage import assigned, is_users_class, tree_of, user_modules, users_folders
 
 MOST_FILES = 200  # of a project
@@ -262,7 +261,8 @@ def own_calls(target: type[nn.Module]) -> list[OwnCall]:
 
 def _imported(call: ast.Call, tree: ast.Module, folders: list[Path]) -> dict[str, Any]:
     """Return the classes of the project that a call names and that its file imports."""
-    names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    names = {n.id for each in arguments for n in ast.walk(each) if isinstance(n, ast.Name)}
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -271,8 +271,8 @@ def _imported(call: ast.Call, tree: ast.Module, folders: list[Path]) -> dict[str
             for alias in node.names:
                 name = alias.asname or alias.name
                 if name in names and re.search(rf"^class {alias.name}\b", source, re.MULTILINE):
-                    with contextlib.suppress(Exception), import_path(folders):
-                        found[name] = getattr(importlib.import_module(node.module), alias.name)
+                    with contextlib.suppress(Exception):
+                        found[name] = imported(node.module, alias.name, folders)
     return found
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -302,7 +302,7 @@ def _forget_incomplete() -> None:
 
 def _package_module(place: str) -> ModuleType:
     """Import `package.module` from the working directory or from what is installed."""
-    with import_path([]), translated(f"{place} cannot be imported"):
+    with _import_path([]), translated(f"{place} cannot be imported"):
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
@@ -312,6 +312,16 @@ def _package_module(place: str) -> ModuleType:
                 f"no module {place!r}: Python finds no {error.name!r} in {Path.cwd()} or among the "
                 "installed packages. Name a file with its suffix, FILE.py:make_model"
             ) from None
+
+
+def imported(module: str, name: str, folders: list[Path]) -> Any:
+    """Import a name from a module of the user's project, whose folders are given."""
+    before = set(sys.modules)
+    with _import_path(folders):
+        found = getattr(importlib.import_module(module), name)
+    files = {n: getattr(sys.modules[n], "__file__", None) for n in set(sys.modules) - before}
+    SIBLINGS.update(n for n, file in files.items() if is_users(file or "<built-in>"))
+    return found
 
 
 @contextlib.contextmanager
@@ -331,7 +341,7 @@ def _importing(
     sys.meta_path.insert(0, deferred)
     failed = True
     try:
-        with import_path(folders):
+        with _import_path(folders):
             yield
         failed = False
     finally:
@@ -375,7 +385,11 @@ class _AboveFinder:
             for package, part, inner, names in reversed(imports)
             for above in reversed(self._folders)
             if (above / part).is_dir()
-            or _defines(above / f"{part}.py", [] if inner else re.findall(r"\w+", names))
+            or _may_be(
+                above / f"{part}.py",
+                f"{package}.{part}",
+                [] if inner else re.findall(r"\w+", names),
+            )
         }
 
     def find_spec(
@@ -399,10 +413,14 @@ class _AboveFinder:
         return package
 
 
-def _defines(file: Path, names: list[str]) -> bool:
-    """Return whether a Python file exists and contains one of the names, if there are any."""
-    text = read_source(file) if file.is_file() else None
-    return text is not None and (not names or any(re.search(rf"\b{n}\b", text) for n in names))
+def _may_be(file: Path, module: str, names: list[str]) -> bool:
+    """Return whether a Python file may be a module that one of the names is imported from.
+
+    It does not import the module itself, as a file config.py does that imports `yacs.config`.
+    """
+    text = read_source(file) if file.is_file() else f"from {module} import"
+    defined = not names or any(re.search(rf"\b{name}\b", text) for name in names)
+    return defined and f"from {module} import" not in text
 
 
 class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -448,7 +466,7 @@ class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextlib.contextmanager
-def import_path(folders: list[Path]) -> Iterator[None]:
+def _import_path(folders: list[Path]) -> Iterator[None]:
     """Put the folders and then the working directory first in sys.path."""
     before = list(sys.path)
     sys.path[:0] = [str(folder) for folder in (*folders, Path.cwd())]

@@ -145,6 +145,12 @@ class PaddingId(Plain):
         return self.table(ids).masked_fill((ids == pad_idx)[..., None], 0)
 
 
+class Lengths(Plain):
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        inside = torch.arange(ids.shape[1]) < lengths[:, None]
+        return self.table(ids) * inside[..., None]
+
+
 class State(Plain):
     def initial_state(self, batch_size: int) -> list[Tensor]:
         return [torch.zeros(batch_size, 0, 11)]
@@ -167,7 +173,19 @@ class Last(Plain):
 
 @pytest.mark.parametrize(
     "cls",
-    [Ids, Targets, Mask, MaskOfTokens, OptionalMask, Positions, Decoder, PaddingId, State, Batch],
+    [
+        Ids,
+        Targets,
+        Mask,
+        MaskOfTokens,
+        OptionalMask,
+        Positions,
+        Decoder,
+        PaddingId,
+        Lengths,
+        State,
+        Batch,
+    ],
 )
 def test_required_arguments_are_recognized_by_their_names(cls: Callable[[], Plain]) -> None:
     model = cls().train()

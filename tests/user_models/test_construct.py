@@ -811,6 +811,12 @@ def test_a_switch_that_nothing_replaces_keeps_its_default(
     assert ("found by trying" in call) is any(expected)
 
 
+def test_a_module_that_may_be_missing_is_not_a_switch(tmp_path: Path) -> None:
+    signature = ", vocab_size, n_ctx, n_embd, n_layer, n_head, rope: Core | None = None"
+    source = gpt(signature, "vocab_size, n_ctx, n_embd, n_layer, n_head, rope")
+    assert build(tmp_path, source).extra is None
+
+
 def test_n_is_the_context_length_if_the_model_has_positions(tmp_path: Path) -> None:
     source = """
 class GPT(nn.Module):

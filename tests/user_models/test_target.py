@@ -196,6 +196,14 @@ def test_a_library_with_a_module_named_like_an_own_file_is_not_a_renamed_package
     assert is_missing(vars(load_target(f"{path}:GPT"))["act"])
 
 
+def test_a_file_is_not_a_module_that_it_imports(tmp_path: Path) -> None:
+    write(tmp_path / "parts.py", "from no_such_library.parts import Node")
+    path = write(
+        tmp_path / "gpt.py", f"from no_such_library.parts import Node\n{GPT}    node = Node"
+    )
+    assert is_missing(vars(load_target(f"{path}:GPT"))["node"])
+
+
 def test_modules_that_hold_a_package_whose_import_failed_are_imported_again(
     tmp_path: Path,
 ) -> None:

@@ -281,6 +281,7 @@ _nothing, _yes, _no = _always(None), _always(True), _always(False)
 
 # The values to try for an argument, the most likely first, by a pattern of its name.
 VALUES: tuple[tuple[str, tuple[Value, ...]], ...] = (
+    ("lengths$|lens$", (lambda model, ids: torch.full((len(ids),), ids.shape[1]),)),
     ("start|offset|past_?len|cur", (_always(0),)),
     ("pos", (_positions, lambda model, ids: _positions(model, ids).expand_as(ids))),
     ("type|segment", (_nothing, lambda model, ids: torch.zeros_like(ids))),

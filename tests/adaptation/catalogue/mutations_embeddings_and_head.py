@@ -122,6 +122,8 @@ MUTATIONS = [
     # loss_only
     M("nano", "loss_only", "        return logits, loss", "        return loss",
       "loss = F.cross_entropy("),
+    M("lecture", "loss_only", "        return logits, loss", "        return loss",
+      "loss = F.cross_entropy("),
     # scaled_logits
     M("nano", "scaled_logits", "logits = self.lm_head(x)", "logits = self.lm_head(x) / 8.0",
       "logits = self.lm_head(x) / 8.0"),
