@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils.import_utils import is_spacy_available
 
 import compat
 from compat import AdaptError, GPT2Config
@@ -437,6 +438,20 @@ def test_an_attribute_that_forward_does_not_use_may_need_a_missing_library(tmp_p
     path.write_text(f"{text}        self.norms = nn.Sequential(Norm(2))\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_kernels"):
         load_target(f"{path}:Fused")()
+
+
+def test_transformers_does_not_count_on_a_missing_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps the answer for the process, and the reference would fail to import the library."""
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    monkeypatch.delitem(sys.modules, "asking_library", raising=False)
+    is_spacy_available.cache_clear()
+    asks = "import spacy\nfrom transformers.utils.import_utils import is_spacy_available\n"
+    write(tmp_path / "site-packages" / "asking_library.py", f"{asks}FOUND = is_spacy_available()\n")
+    path = write(tmp_path / "gpt.py", f"from asking_library import FOUND\n{GPT}    found = FOUND")
+    assert vars(load_target(f"{path}:GPT"))["found"] is True
+    assert not is_spacy_available()
 
 
 def test_a_package_with_a_missing_module_stays_imported(tmp_path: Path) -> None:
