@@ -145,7 +145,12 @@ class ConfigMaker:
         Args:
             entries: Entries that the caller sets.
         """
-        template = _config_class(self.cls, self.parameter) or self._similar()
+        annotated = _config_class(self.cls, self.parameter)
+        template = annotated or self._similar()
+        if annotated is not None and self._is_empty(annotated):  # a base of the configs
+            similar = self._similar()
+            if isinstance(similar, type) and issubclass(similar, annotated):
+                template = similar
         if isinstance(template, type):
             return self._instance(template, entries)
         return self._mapping(template, entries), []
@@ -245,6 +250,13 @@ class ConfigMaker:
             exported = dict(vars(made)) if hasattr(made, "__dict__") else {}
             _set(made, "to_dict", lambda: exported)
         return made, []
+
+    def _is_empty(self, template: type) -> bool:
+        """Return whether a config class has none of the sizes that are read."""
+        sizes = {name for name in self.usage.names if role_of(name) in SIZES}
+        return bool(sizes) and not sizes.intersection(
+            {*inspect.signature(template).parameters, *dir(template)}
+        )
 
     def _names(self, template: type) -> list[str]:
         """Return the names that a config class may have values for, always in the same order."""
@@ -424,7 +436,7 @@ def _accepts(parameter: Parameter, value: Any) -> bool:
             parameter.name.lower() not in AMBIGUOUS
             and is_number
             and not (isinstance(value, bool) and re.search("bool|_empty", annotation) is None)
-            and not re.search(r"\b([Ll]ist|[Tt]uple|Sequence)\b", annotation)
+            and not re.search(r"\b([Ll]ist|[Tt]uple|Sequence|str)\b", annotation)
             and not _COMPUTED.search(plain(parameter.name))
         )
     if default is parameter.empty or isinstance(value, str):

@@ -212,6 +212,8 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
         if pattern.fullmatch(short):
             beside = (other for other in among if not pattern.fullmatch(plain(other)))
             roles = {role_of(o, among if _INPUT.fullmatch(plain(o)) else ()) for o in beside}
+            if short == "hiddendim" and "hiddensize" in map(plain, among):
+                return second
             return second if first in roles else first
     if short in _LETTERS:
         role, letters = _LETTERS[short], {plain(other) for other in among}

@@ -385,7 +385,7 @@ class Search:
         return {}
 
     def _shorter(self) -> dict[str, Any] | None:
-        """Return a short context with which the model runs; None if the code has no such size.
+        """Return a short context if the model runs only with it; None if the code has no such size.
 
         A mask may be shorter than the context, as where its size is that of a head.
         """
@@ -393,7 +393,9 @@ class Search:
         names = [name for name in entries if role_of(last_part(name), entries) == "n_positions"]
         own, sizes = nested(dict.fromkeys(names, SHORT)), replace(self.config, n_layer=1)
         called_in = replace(sizes, n_positions=SHORT)
-        return own if names and self._runs(sizes, own, called_in) else None
+        if not names or self._runs(sizes, {}, sizes):
+            return None
+        return own if self._runs(sizes, own, called_in) else None
 
     def _numbers(self, least: int, most: int) -> list[int]:
         """Return the integers in the user's code between these, the most common first."""

@@ -21,6 +21,7 @@ from compat.adaptation.mapping.assignments import find_assignments
 from compat.adaptation.tracing.record import to_graph
 from compat.checkpoint import open_checkpoint
 from tests.adaptation.equal_idioms import PreNorm
+from tests.conftest import MakeCheckpoint
 
 pytestmark = pytest.mark.usefixtures("shared_reference")
 
@@ -529,6 +530,29 @@ class SummedHeadsGPT(GPT):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(SummedHeads(24, 4, 96) for _ in range(3))
+
+
+class OneBlockOfHeads(GPT):
+    """Its only block is no module, and its list has as many heads as the checkpoint has layers."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1, heads=3)
+        self.blocks[0].qkv = nn.Identity()
+        self.one, self.blocks = self.blocks[0], nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+
+    def logits(self, ids: Tensor) -> Tensor:
+        x, one = self.embed(ids), self.one
+        projected = [head(one.ln_1(x)).chunk(3, dim=-1) for head in self.blocks]
+        x = x + one.mix(*(torch.cat(parts, -1) for parts in zip(*projected, strict=True)))
+        x = x + one.down(F.gelu(one.up(one.ln_2(x)), approximate="tanh"))
+        return self.head(self.final(x))
+
+
+def test_a_list_of_heads_is_not_one_of_blocks(make_checkpoint: MakeCheckpoint) -> None:
+    adaptation = adapt(noisy_model(OneBlockOfHeads), make_checkpoint(n_head=3))
+    [found] = adaptation.deviations
+    assert found.code == "n_layer_mismatch"
+    assert found.message == "the number of layers is 1, but the checkpoint's is 3"
 
 
 class HiddenOnly(GPT):

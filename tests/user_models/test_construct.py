@@ -92,6 +92,8 @@ def test_dropout_eps_biases_and_tying_are_those_of_the_checkpoint(tmp_path: Path
         ("hidden_size, intermediate_size", 24),
         ("d_model, hidden_size", 96),
         ("hidden_dim, emb_dim", 96),
+        ("hidden_dim, hidden_size", 96),
+        ("hidden_size, hidden_dim", 24),
         ("d_hid, heads", 24),
         ("d_model, d_hid", 96),
         ("d_model, hidden_ff", 96),
@@ -1517,6 +1519,49 @@ class GPT(Core):
     target = load_target(f"{written(tmp_path, source)}:GPT")
     model, call = construct_with_call(target, CONFIG)
     assert vars(model)["sizes"][1] == 13 and call.endswith("your code only runs with seq_len=13")
+
+
+def test_a_missing_device_is_no_reason_for_a_shorter_context(tmp_path: Path) -> None:
+    source = """
+DEVICE = "cuda"
+
+class GPT(Core):
+    def __init__(self, vocab_size, dim, seq_len):
+        super().__init__(vocab_size, seq_len, dim, 0, 0)
+        self.wte, self.wpe = nn.Embedding(vocab_size, dim), nn.Embedding(seq_len, dim)
+
+    def forward(self, ids):
+        return self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=DEVICE))
+"""
+    target = load_target(f"{written(tmp_path, source)}:GPT")
+    model, call = construct_with_call(target, CONFIG)
+    assert vars(model)["sizes"][1] == 32 and "only runs" not in call
+
+
+@pytest.mark.parametrize("annotation", ["str | None", "int | None"])
+def test_an_annotation_of_a_base_class_stands_for_the_config_that_has_the_sizes(
+    tmp_path: Path, annotation: str
+) -> None:
+    source = f"""
+from dataclasses import dataclass
+
+class ModelConfig:
+    pass
+
+@dataclass
+class SizesConfig(ModelConfig):
+    n_embd: int = 8
+    n_layer: int = 2
+    model_size: {annotation} = None
+
+class GPT(Core):
+    def __init__(self, config: ModelConfig):
+        super().__init__(0, 0, config.n_embd, config.n_layer, 0, config)
+"""
+    model = build(tmp_path, source)
+    assert type(model.extra).__name__ == "SizesConfig"
+    assert vars(model)["sizes"][2:4] == (24, 3)
+    assert model.extra.model_size == (None if "str" in annotation else 24)
 
 
 def test_a_device_that_the_code_compares_is_passed(tmp_path: Path) -> None:

@@ -117,7 +117,10 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
     place = source.building(model, blocks if numbered else first.split(".")[0])
     values: dict[str, Any] = {"found": found, "expected": expected, "fix": f"n_layer={expected}"}
     message = ""
-    if numbered and _count_of_blocks(context, blocks) == expected > found:
+    inside = {name[len(blocks) :].split(".")[1] for name in map(names.get, own[0] if own else ())
+              if name and name.startswith(f"{blocks}.")}  # fmt: skip
+    is_list = bool(numbered) and len(inside) == 1  # and not one of the heads of the only block
+    if is_list and _count_of_blocks(context, blocks) == expected > found:
         place = source.calling(graph, model, layers[0].attn, head)
         values["fix"] = "x = block(x)"
         message = (
