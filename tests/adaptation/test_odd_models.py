@@ -555,6 +555,21 @@ def test_a_list_of_heads_is_not_one_of_blocks(make_checkpoint: MakeCheckpoint) -
     assert found.message == "the number of layers is 1, but the checkpoint's is 3"
 
 
+class SoftmaxAfterPostNorms(GPT):
+    def block(self, i: int, block: Block, x: Tensor) -> Tensor:
+        x = block.ln_1(x + block.attend(x))
+        return block.ln_2(x + block.down(F.gelu(block.up(x), approximate="tanh")))
+
+    def final(self, x: Tensor) -> Tensor:
+        return self.ln_f(F.softmax(x, -1))
+
+
+def test_an_operation_between_the_last_post_norm_and_ln_f_is_found(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(SoftmaxAfterPostNorms), tiny)
+    assert [f.code for f in adaptation.deviations] == ["post_ln", "extra_operation"]
+    assert "softmax between h.2.out and ln_f" in adaptation.deviations[1].message
+
+
 class HiddenOnly(GPT):
     def head(self, x: Tensor) -> Tensor:
         return x

@@ -640,7 +640,10 @@ def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, s
             is_added = is_added and branch.end in context.graph.ancestors[branch.total.branch]
             if is_added and not _is_explained(context, i, branch):
                 yield branch.end, branch.total.branch, branch.name, branch.tap, "the residual sum"
-    if "ln_f" in places.named and not (places.post or extra or context.sums_of_copies):
+    last = f"h.{len(context.layers) - 1}.ln_2"
+    ends_known = not places.post or last in places.post
+    if "ln_f" in places.named and ends_known and not (extra or context.sums_of_copies):
+        stream = places.named[last].end if places.post else stream
         yield stream, places.named["ln_f"].start, tap, "ln_f", "ln_f"
     if "ln_f" in places.named and "ln_f.after" not in places.extra:
         yield places.named["ln_f"].end, context.anatomy.xf, "ln_f", "logits", HEAD
