@@ -28,7 +28,12 @@ from torch import nn
 from compat.config import GPT2Config
 from compat.errors import AdaptError, listed
 from compat.user_code import MAKE_MODEL, translated
-from compat.user_models.arguments import entries_known, found_arguments, parameters_of
+from compat.user_models.arguments import (
+    UnknownArguments,
+    entries_known,
+    found_arguments,
+    parameters_of,
+)
 from compat.user_models.building import constructed, runs
 from compat.user_models.config_files import config_in_files, literals
 from compat.user_models.config_object import merged
@@ -92,7 +97,8 @@ def construct_with_call(
     if not isinstance(target, type) or config_name is not None or not other_ways:
         return _built(target, config, kwargs, config_name)
     with _quietly(), translated(f"{target.__name__} cannot be built", advice=MAKE_MODEL):
-        inferred = Search(target, config, kwargs).inferred()
+        search = Search(target, config, kwargs)
+        inferred = search.inferred()
     kwargs = merged(inferred, kwargs)
     more = f"; found by trying: {_listed_entries(inferred)}" if inferred else ""
     if undefined := undefined_sizes(target, config):
@@ -113,6 +119,9 @@ def construct_with_call(
             more += f"; your code only runs with {_listed_entries(own)}"
         else:
             more += f"; your code runs in width {sizes.n_embd} and not in {config.n_embd}"
+    elif isinstance(failure, UnknownArguments) and len(search.errors) == 1:
+        text = f"{failure}\n  With each value that was tried, the model raised {min(search.errors)}"
+        raise UnknownArguments(text, failure.names)
     elif failure is not None:
         raise failure
     return model, described + more

@@ -36,6 +36,7 @@ from torch.nn.parameter import is_lazy
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError
+from compat.user_code import exception_report
 from compat.user_models.arguments import (
     UnknownArguments,
     entries_known,
@@ -97,6 +98,7 @@ class Search:
     Attributes:
         small: The sizes of the trial models.
         chosen: The values that were found so far. Every further trial has them.
+        errors: Descriptions of what the calls of the trial models raised.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Search:
         self.target, self.config, self.kwargs = target, config, kwargs
         self.small = small_config(config)
         self.chosen: dict[str, Value] = {}
+        self.errors = set[str]()
 
     def inferred(self) -> dict[str, Any]:
         """Return values for arguments with unknown or ambiguous names.
@@ -147,6 +150,7 @@ class Search:
             except Exception as error:
                 if missing_entries(self.target, arguments, error):
                     raise
+                self.errors.add(exception_report(error))
                 return model, False
             # Logits are as wide as the vocabulary. Other objects than tensors may hold them.
             words = vocabulary(model, sizes)

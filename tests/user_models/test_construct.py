@@ -1521,6 +1521,19 @@ class GPT(Core):
     assert vars(model)["sizes"][1] == 13 and call.endswith("your code only runs with seq_len=13")
 
 
+def test_an_error_that_every_trial_raises_is_named(tmp_path: Path) -> None:
+    source = gpt(
+        ", vocab_size, n_ctx, dim, depth, heads, zug", "vocab_size, n_ctx, dim, depth, heads"
+    )
+    source += "\n    def forward(self, ids):\n        return self.norm(ids)\n"
+    target = load_target(f"{written(tmp_path, source)}:GPT")
+    with pytest.raises(AdaptError, match="needs the argument zug") as caught:
+        construct_with_call(target, CONFIG)
+    last = str(caught.value).splitlines()[-2:]
+    assert last[0].startswith("  With each value that was tried, the model raised AttributeError:")
+    assert last[1].endswith("return self.norm(ids)")
+
+
 def test_a_missing_device_is_no_reason_for_a_shorter_context(tmp_path: Path) -> None:
     source = """
 DEVICE = "cuda"
