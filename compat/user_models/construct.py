@@ -234,10 +234,11 @@ def _call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str
 
 def _listed_entries(entries: Mapping[str, Any]) -> str:
     """Write `{"config": {"n": 1}, "dim": 2}` as `config.n=1, dim=2`."""
-    texts = {name: (repr(value), _shown(value)) for name, value in flattened(entries).items()}
-    return ", ".join(
-        f"{n}={long if len(long) < 60 else short}" for n, (long, short) in texts.items()
-    )
+    shown = {
+        name: _shown(value) if isinstance(value, type) or len(repr(value)) >= 60 else repr(value)
+        for name, value in flattened(entries).items()
+    }
+    return ", ".join(f"{name}={text}" for name, text in shown.items())
 
 
 def _shown(value: object) -> str:
@@ -247,4 +248,4 @@ def _shown(value: object) -> str:
         return f"{type(value).__name__}({entries})"
     if isinstance(value, nn.Module):
         return f"{type(value).__name__}(…)"
-    return value.__name__ if isinstance(value, (FunctionType, ModuleType)) else repr(value)
+    return value.__name__ if isinstance(value, (FunctionType, ModuleType, type)) else repr(value)

@@ -182,7 +182,8 @@ class _Evaluation:
             case ast.Call(function):
                 return self._called(node, self.value(function))
             case ast.Lambda(ast.arguments([], [*parameters]), body):
-                return partial(self._of_function, [each.arg for each in parameters], body)
+                names = [each.arg for each in parameters]
+                return lambda *args: self._of_function(names, body, *args)
         raise _Unknown
 
     def _of_function(self, parameters: list[str], body: ast.expr, *args: Any) -> Any:

@@ -130,8 +130,9 @@ def test_a_class_that_only_the_call_names_is_imported(tmp_path: Path, passed: st
     call = "from own import GPT\nfrom part import Attention\n\n"
     call += f"model = GPT(vocab_size=65, n_embd=64, make={passed})\nraise OSError\n"
     files = {"own.py": model, "part.py": part, "train.py": call, "pyproject.toml": ""}
-    built_model, _ = built(tmp_path, files)
+    built_model, call = built(tmp_path, files)
     assert type(built_model.made).__name__ == "Attention"
+    assert f"make={'<lambda>' if 'lambda' in passed else 'Attention'}" in call
     assert built_model.table.weight.shape == (97, 24)
 
 
