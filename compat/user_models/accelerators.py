@@ -42,7 +42,8 @@ def on_available_device(run: Callable[[], Result]) -> tuple[Result, bool]:
     try:
         return run(), False
     except AdaptError as error:
-        if _NO_GROUP.search(str(error)) and not dist.is_initialized():
+        is_alone = dist.is_available() and not dist.is_initialized()
+        if is_alone and _NO_GROUP.search(str(error)):
             with _process_group():
                 return on_available_device(run)
         if not _MISSING.search(str(error)):

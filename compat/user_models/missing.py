@@ -311,13 +311,13 @@ class _Missing(type):
             return Unknown(cls.error())
         names = [v for v in caller.f_globals.values() if isinstance(v, (_Missing, _MissingModule))]
         imported = any(name.library == cls.library for name in names)
-        following, after = _next_operations(caller)
-        if not imported:
-            raise cls.error()
-        if following.opname == "POP_TOP":  # discards the result
+        following = _next_operations(caller) if imported else []
+        if following and following[0].opname == "POP_TOP":  # discards the result
             return None
-        if after.opname == "STORE_ATTR" and FOR_TRAINING.search(f"{cls.__name__} {after.argval}"):
-            return Unknown(cls.error())  # following is LOAD_FAST self
+        for after in following[1:]:  # after LOAD_FAST self
+            is_attribute = after.opname == "STORE_ATTR"
+            if is_attribute and FOR_TRAINING.search(f"{cls.__name__} {after.argval}"):
+                return Unknown(cls.error())
         raise cls.error()
 
     def error(cls) -> ModuleNotFoundError:

@@ -435,9 +435,10 @@ def test_an_attribute_that_forward_does_not_use_may_need_a_missing_library(tmp_p
     fused = load_target(f"{path}:Fused")()
     with pytest.raises(ModuleNotFoundError, match="no_such_kernels"):
         fused.loss(torch.ones(2))
-    path.write_text(f"{text}        self.norms = nn.Sequential(Norm(2))\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_kernels"):
-        load_target(f"{path}:Fused")()
+    for used in ("self.norms = nn.Sequential(Norm(2))", "(lambda: loss.Fused(2))()"):
+        path.write_text(f"{text}        {used}\n")
+        with pytest.raises(ModuleNotFoundError, match="no_such_kernels"):
+            load_target(f"{path}:Fused")()
 
 
 def test_transformers_does_not_count_on_a_missing_library(
