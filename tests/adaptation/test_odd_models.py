@@ -555,6 +555,17 @@ def test_a_list_of_heads_is_not_one_of_blocks(make_checkpoint: MakeCheckpoint) -
     assert found.message == "the number of layers is 1, but the checkpoint's is 3"
 
 
+class ViewsIds(GPT):
+    """Views its ids as code does for the loss, which fails for a slice of longer ones."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.logits(ids.view(-1).view(ids.shape))
+
+
+def test_ids_that_a_model_views_do_not_limit_its_length(tiny: Path) -> None:
+    assert adapt(noisy_model(ViewsIds), tiny).findings == []
+
+
 class SoftmaxAfterPostNorms(GPT):
     def block(self, i: int, block: Block, x: Tensor) -> Tensor:
         x = block.ln_1(x + block.attend(x))
