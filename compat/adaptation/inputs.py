@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,16 +13,12 @@ from compat.adaptation.tracing.calling import (
     CallSignature,
     NoLogitsError,
     batch_sizes,
-    describe_error,
     find_signature,
-    plain_kernels,
-    required_arguments,
 )
 from compat.checkpoint import Checkpoint
 from compat.config import GPT2Config
 from compat.errors import AdaptError
 from compat.parity.check import random_ids
-from compat.user_models.eval_mode import eval_mode
 
 # The number of logits up to which a model is called on as many sequences as it expects.
 MOST_LOGITS = 500_000_000
@@ -52,20 +47,20 @@ def find_call(
                 'of a GPT-2 it is, part="h.0.attn" or --part h.0.attn. The parts are h.0, '
                 "h.0.attn, h.0.mlp, h.0.ln_1, h.0.ln_2 and ln_f"
             ) from None
+        longer: list[str] = []  # what the calls with the full length raise
         for other, form in _other_inputs(model, checkpoint, ids, error):
-            with suppress(AdaptError):
+            try:
                 found = find_signature(model, other, form)
                 # A model of one sequence does not return logits (B, V) for ids (T, B).
                 if found.last or not form.time_first:
                     return found, other
-        if isinstance(error, NoLogitsError) and not required_arguments(model):
-            longer = random_ids(checkpoint, 0, 2, checkpoint.config.n_positions)
-            try:
-                with eval_mode(model), plain_kernels():
-                    CallSignature()(model, longer)
-            except Exception as other_error:
-                text = f"model(ids) with {longer.shape[1]} ids: {describe_error(other_error)}"
-                raise NoLogitsError(model, [*error.tried, text]) from None
+            except NoLogitsError as failure:
+                length = f") with {other.shape[1]} ids: "
+                longer = longer or [text.replace("): ", length, 1) for text in failure.tried]
+            except AdaptError:  # a missing library
+                continue
+        if isinstance(error, NoLogitsError):
+            raise NoLogitsError(model, [*error.tried, *longer]) from None
         raise
 
 

@@ -281,6 +281,16 @@ def _forget_siblings() -> None:
     SIBLINGS.clear()
 
 
+def _add_siblings(before: set[str], top: Path) -> None:
+    """Remember the modules below a project's top folder that were imported since `before`."""
+    for name in set(sys.modules) - before:
+        module = sys.modules[name]
+        places = getattr(module, "__path__", ())  # of a package without __init__.py
+        file = getattr(module, "__file__", None) or next(iter(places), "<built-in>")
+        if is_users(file) and top in (Path(file), *Path(file).parents):
+            SIBLINGS.add(name)
+
+
 def _forget_incomplete() -> None:
     """Remove modules that hold a package whose import failed, so that the next import sets it.
 
@@ -319,8 +329,7 @@ def imported(module: str, name: str, folders: list[Path]) -> Any:
     before = set(sys.modules)
     with _import_path(folders):
         found = getattr(importlib.import_module(module), name)
-    files = {n: getattr(sys.modules[n], "__file__", None) for n in set(sys.modules) - before}
-    SIBLINGS.update(n for n, file in files.items() if is_users(file or "<built-in>"))
+    _add_siblings(before, folders[-1])
     return found
 
 
@@ -349,12 +358,7 @@ def _importing(
         os.chdir(folder)  # the code may have called os.chdir
         sys.meta_path.remove(above)
         sys.meta_path.remove(deferred)
-        for name in set(sys.modules) - before:
-            imported = sys.modules[name]
-            places = getattr(imported, "__path__", ())  # of a package without __init__.py
-            file = getattr(imported, "__file__", None) or next(iter(places), "<built-in>")
-            if is_users(file) and above.top in (Path(file), *Path(file).parents):
-                SIBLINGS.add(name)
+        _add_siblings(before, above.top)
         if failed:
             del sys.modules[module.__name__]
             _forget_incomplete()

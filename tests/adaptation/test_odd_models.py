@@ -533,7 +533,7 @@ class SummedHeadsGPT(GPT):
 
 
 class OneBlockOfHeads(GPT):
-    """Its only block is no module, and its list has as many heads as the checkpoint has layers."""
+    """The only block is not a module, and the checkpoint has as many blocks as this has heads."""
 
     def __init__(self) -> None:
         super().__init__(layers=1, heads=3)
