@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -28,7 +27,7 @@ from compat.adaptation.diagnosis.counterfactual import relative_rms
 from compat.adaptation.diagnosis.findings import limits_of, no_head, unexplained, untraced
 from compat.adaptation.diagnosis.first_block import first_block
 from compat.adaptation.diagnosis.proof import end_to_end
-from compat.adaptation.diagnosis.survey import after, survey, wrong_mask, wrong_merge
+from compat.adaptation.diagnosis.survey import survey, wrong_mask, wrong_merge
 from compat.adaptation.inputs import find_call
 from compat.adaptation.mapping.assignments import BatchFirst, names_without_tied_head
 from compat.adaptation.mapping.by_calls import map_by_calls
@@ -85,40 +84,18 @@ class _WithHead(Wrapped):
         return self.call(model, ids) @ model.get_parameter(self.table).T
 
 
-@dataclass(frozen=True)
-class _OutputOf(Wrapped):
-    """The call of a model that returns the hidden states which one of its modules computes.
-
-    Args:
-        call: calls the model.
-        module: the path of the module.
-    """
-
-    module: str
-
-    def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
-        outputs: list[Tensor] = []
-
-        def keep(module: nn.Module, args: object, output: Any) -> None:
-            outputs.append(output[0] if isinstance(output, tuple) else output)
-
-        with model.get_submodule(self.module).register_forward_hook(keep):
-            self.call(model, ids)
-        return outputs[-1]
-
-
 def judge_with_head(run: Run, error: NoHead) -> Adaptation:
     """Judge a model that returns hidden states with GPT-2's head after it, the token embedding."""
     run.call = _WithHead(run.call, error.table)
-    graph = run.trace()
-    adaptation = _examined(run, graph)
-    return replace(adaptation, findings=[no_head(graph, error), *adaptation.findings])
+    missing = no_head(run.trace(), error)
+    adaptation = _examined(run)
+    return replace(adaptation, findings=[missing, *adaptation.findings])
 
 
-def _examined(run: Run, graph: Graph) -> Adaptation:
+def _examined(run: Run) -> Adaptation:
     """Map and judge a model, in another way if its graph is not recognised."""
     try:
-        return judge(run, map_graph(graph, run.checkpoint))
+        return examine(run)
     except AdaptError as error:
         return judge_otherwise(run, error)
 
@@ -148,7 +125,7 @@ def judge_batch_first(run: Run, error: BatchFirst, accepts_others: bool = False)
         for module in modules:
             changed.enter_context(patch.object(module, "batch_first", True))
         run.call, run.ids = find_call(run.model, run.checkpoint, run.ids)
-        adaptation = _examined(run, run.trace())
+        adaptation = _examined(run)
         return replace(adaptation, findings=[surveyed.findings[0], *adaptation.findings])
     return surveyed
 
@@ -288,7 +265,7 @@ def _with_own_attention(run: Run, graph: Graph, error: UnknownPart) -> Adaptatio
     unknown = attention_nodes(graph, graph.same(error.nodes), config.n_embd)
     if not unknown:
         raise error
-    adaptation = _with_own_modules(run, unknown, own_attention(config, len(unknown)))
+    adaptation = _with_own_modules(run, unknown, own_attention(config, len(unknown)), _judge_partly)
     if _finds_other_layers(adaptation):  # what was replaced was not attention
         raise error
     nodes = [node for each in unknown for node in each.nodes]
@@ -321,19 +298,26 @@ def _with_own_blocks(
     span = nodes_of_blocks(graph, run.config.n_embd)
     if span is None:
         raise error
-    adaptation = _with_own_modules(run, [span], own_blocks(run.config))
+    adaptation = _with_own_modules(run, [span], own_blocks(run.config), _judge_partly)
     surveyed = survey(graph, run.model, run.config, error, span.nodes, "blocks", unused)
     findings = _beside_own(adaptation.findings, surveyed, "blocks")
     return _with_first_block(run, replace(adaptation, findings=findings))
 
 
-def _with_own_modules(run: Run, spans: Sequence[Span], modules: nn.ModuleList) -> Adaptation:
+def _with_own_modules(
+    run: Run,
+    spans: Sequence[Span],
+    modules: nn.ModuleList,
+    examine_rest: Callable[[Run], Adaptation],
+) -> Adaptation:
     """Judge the model with modules in place of these operations, whose tensors are not mapped."""
-    model, name = run.model, "modules_of_compat"
+    model = run.model
+    name = f"modules_of_compat_{len([*model.children()])}"  # other modules may be replaced already
     model.add_module(name, modules.to(next(model.parameters()).dtype))
     try:
         parts = [(span.start, span.end) for span in spans]
-        adaptation = _judge_partly(replace(run, call=WithReplaced(run.call, parts, name)))
+        own = replace(run, call=WithReplaced(run.call, parts, name))
+        adaptation = examine_rest(own)
     finally:
         delattr(model, name)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -396,12 +380,15 @@ def _judge_module(run: Run, module: nn.Module, part: str) -> Adaptation:
 
 def _with_own_head(run: Run, graph: Graph, error: UnknownHead) -> Adaptation:
     """Judge the model with the token embedding as its head."""
-    own = replace(run, call=_WithHead(_OutputOf(run.call, error.module), error.table))
-    adaptation = _examined(own, own.trace())
-    nodes = after(graph, error.nodes)
+    (hidden,) = graph.same([error.hidden])
+    table = run.model.get_parameter(error.table)
+    head = nn.Linear(table.shape[1], table.shape[0], bias=False)
+    head.weight = table
+    nodes = graph.between([graph.output], [hidden])
+    span = Span(hidden, graph.output, nodes)
+    adaptation = _with_own_modules(run, [span], nn.ModuleList([head]), _examined)
     surveyed = survey(graph, run.model, run.config, error, nodes, replaced_by="head")
-    findings = _beside_own(adaptation.findings, surveyed, "head")
-    return replace(adaptation, findings=findings, parity=None, find_taps=list)
+    return replace(adaptation, findings=_beside_own(adaptation.findings, surveyed, "head"))
 
 
 def _beside_own(findings: Sequence[Finding], surveyed: list[Finding], part: str) -> list[Finding]:

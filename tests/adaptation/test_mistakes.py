@@ -1797,6 +1797,22 @@ def test_the_rest_of_a_model_with_an_unknown_head_is_mapped_and_examined(
     assert not adaptation and adaptation.parity is None and not adaptation.unmatched
 
 
+def test_a_head_without_projections_is_the_unknown_part(tiny: Path, tmp_path: Path) -> None:
+    """Each logit is the negative distance of the hidden state from a token's vector."""
+    edits = [
+        ("        return self.head(x)", "        distances = (x[:, :, None] - self.head.weight)\n"
+         "        return -distances.square().sum(-1)"),
+        (GELU, "F.gelu(self.up(x))"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.findings} == {"unknown_part", "train_mode", "erf_gelu"}
+    found = adaptation.findings[0]
+    assert found.source_line == "distances = (x[:, :, None] - self.head.weight)"
+    assert "examined with GPT-2's head" in found.evidence
+    assert only_finding(adaptation, "erf_gelu").evidence.startswith("confirmed, with GPT-2's head")
+    assert not adaptation and adaptation.parity is None and not adaptation.unmatched
+
+
 def test_the_only_norm_before_the_head_is_the_final_one(tiny: Path, tmp_path: Path) -> None:
     """The norm of attention is applied after the sum, and the MLP has no norm."""
     edits = [
@@ -2799,11 +2815,18 @@ def test_a_scale_between_a_norm_of_the_queries_and_their_product_counts(
     assert all(f.severity == "breaks" for f in adaptation.deviations)
 
 
-def test_a_rotation_after_a_norm_of_the_queries_is_named(tiny: Path, tmp_path: Path) -> None:
-    scores = "        scores = queries @"
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_a_rotation_after_a_norm_of_the_queries_is_named(
+    tiny: Path, tmp_path: Path, bfloat16: bool
+) -> None:
+    """Cosines in bfloat16 change the norm of the queries a little."""
+    scores, turned = "        scores = queries @", TURNED
+    if bfloat16:
+        turned = TURNED.replace("angle.cos()", "angle.cos().bfloat16().float()")
+        assert turned != TURNED
     edits = [
         (scores, "        queries, keys = turned(unit(queries)), turned(unit(keys))\n" + scores),
-        ("class GPT(", f"def unit(x):\n    return F.rms_norm(x, x.shape[-1:])\n\n\n{TURNED}"),
+        ("class GPT(", f"def unit(x):\n    return F.rms_norm(x, x.shape[-1:])\n\n\n{turned}"),
     ]
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"qk_norm", "rope"}

@@ -737,6 +737,9 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "a stacked list": (StackedList, {"no_mlp_bias": "no bias"}),
     "a stacked parameter": (StackedMlp, {"no_mlp_bias": "no bias"}),
     "a norm made in forward": (NormInForward, {"no_ln_weight": "ln_f.weight"}),
+    "a head made in forward": (
+        HeadInForward, {"unknown_part": "not one projection", "random_in_forward": "random numbers"}
+    ),
     "a projection made in forward": (LinearInForward, {"random_in_forward": "random numbers"}),
     "a narrow table": (
         NarrowTable,
@@ -775,7 +778,6 @@ FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "factors of the query": (with_blocks(ScaledQueries), {"random_parameters": "factors"}),
 }  # fmt: skip
 ERRORS: dict[str, tuple[Build, str]] = {
-    "a head made in forward": (HeadInForward, "no language-model head"),
     "no parameters": (NoParameters, "parameters"),
     "returns None": (ReturnsNone, "returned no tensor"),
     "returns an array": (ReturnsArray, "returned no tensor"),

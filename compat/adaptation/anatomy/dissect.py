@@ -88,14 +88,15 @@ class UnknownHead(UnknownPart):
     """A head whose structure compat does not know.
 
     Args:
-        message, nodes: as in `UnknownPart`.
+        message: the error message.
+        nodes: the operations of the head, in order.
         table: the name of the token embedding's parameter.
-        module: the path of the module that computes the head's input.
+        hidden: the node of the last hidden states (B, T, C), from which the head computes.
     """
 
-    def __init__(self, message: str, nodes: Sequence[Node], table: str, module: str) -> None:
+    def __init__(self, message: str, nodes: Sequence[Node], table: str, hidden: Node) -> None:
         super().__init__(message, nodes)
-        self.table, self.module = table, module
+        self.table, self.hidden = table, hidden
 
 
 @dataclass(frozen=True)
@@ -666,11 +667,23 @@ class _Dissection:
         name = self.graph.names.get(table)
         if name is not None and width == self.width:
             raise NoHead(message, name, self.graph.output)
-        last = self._meeting({*found}) if found else None
-        modules = last.meta.get("modules") if last is not None else None
-        if name is not None and width == size(table)[0] and modules:
-            raise UnknownHead(message, found, name, modules[-1])
+        hidden = self._last_hidden(tokens)
+        if name is not None and width == size(table)[0] and hidden is not None:
+            head = self.graph.live_between([self.graph.output], [hidden])
+            products = [node for node in head if node in self.index.products] or head
+            message = (
+                "the logits are not one projection of the last hidden state, but are computed"
+                f"{self.graph.at(*products)}"
+            )
+            raise UnknownHead(message, head, name, hidden)
         raise AdaptError(message)
+
+    def _last_hidden(self, tokens: Node) -> Node | None:
+        """Return the last node of hidden states (B, T, C) from which alone the output follows."""
+        shape = (*self.graph.shape, size(tokens)[-1])
+        found = [n for n, is_meeting in self._below(tokens) if is_meeting and size(n) == shape]
+        after_attention = [n for n in found if self.graph.ancestors[n] & self.index.mixers]
+        return after_attention[-1] if after_attention else None
 
     def _layer(self, i: int) -> Layer:
         """Build a layer, which ends before the next layer's attention or the head."""

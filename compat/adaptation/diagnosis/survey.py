@@ -92,12 +92,6 @@ def wrong_merge(graph: Graph, merging: Sequence[Node]) -> Finding:
     return finding(Deviation(None, [place], evidence=evidence, code=code))
 
 
-def after(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
-    """Return these nodes, of another graph of the same model, and all that depend on them."""
-    first = {*graph.same(nodes)}
-    return [node for node in graph.nodes if first & {node, *graph.ancestors.get(node, ())}]
-
-
 def _deviations(
     graph: Graph, nodes: Sequence[Node], model: nn.Module, config: GPT2Config
 ) -> list[Deviation]:

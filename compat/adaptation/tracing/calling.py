@@ -94,24 +94,40 @@ def _described(value: object) -> str:
     return f"a value of type {type(value).__name__}. Pass an instance of your model."
 
 
-# torch's switch for the fused kernels of nn.MultiheadAttention is global to the process, so one
-# thread at a time uses it.
-global_state = threading.RLock()
+class _FusedKernels:
+    """torch's switch for the fused kernels of nn.MultiheadAttention, global to the process.
+
+    It is off while any thread needs it off. A thread that needs it does not wait for others: it
+    may itself be called, and waited for, by one of them.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.uses, self.enabled = threading.Lock(), 0, True
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        with self.lock:
+            if not self.uses:
+                self.enabled = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self.uses += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.uses -= 1
+                if not self.uses:
+                    torch.backends.mha.set_fastpath_enabled(self.enabled)
+
+
+_FUSED_KERNELS = _FusedKernels()
 
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
-    """Disable gradients, and the fused kernels of nn.MultiheadAttention in eval mode.
-
-    The process-wide switch is restored afterwards. Other threads wait meanwhile.
-    """
-    with global_state, torch.no_grad():
-        enabled = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(enabled)
+    """Disable gradients, and the fused kernels of nn.MultiheadAttention in eval mode."""
+    with _FUSED_KERNELS.disabled(), torch.no_grad():
+        yield
 
 
 def describe_error(error: Exception) -> str:
@@ -226,6 +242,9 @@ class CallSignature:
         return model(convert, **arguments)
 
 
+_LOSS_FUNCTION = threading.RLock()
+
+
 @contextmanager
 def _inputs_of_losses() -> Iterator[list[Tensor]]:
     """Collect what the body passes to F.cross_entropy, which other threads do not call meanwhile.
@@ -239,7 +258,7 @@ def _inputs_of_losses() -> Iterator[list[Tensor]]:
         inputs.append(input)
         return original(input, *args, **kwargs)
 
-    with global_state:
+    with _LOSS_FUNCTION:
         F.cross_entropy = collecting
         try:
             yield inputs
