@@ -23,7 +23,7 @@ from compat.adaptation.diagnosis.attention_nodes import (
     own_attention,
     own_blocks,
 )
-from compat.adaptation.diagnosis.counterfactual import relative_rms
+from compat.adaptation.diagnosis.counterfactual import DIFFERS, relative_rms
 from compat.adaptation.diagnosis.findings import limits_of, no_head, unexplained, untraced
 from compat.adaptation.diagnosis.first_block import first_block
 from compat.adaptation.diagnosis.proof import end_to_end
@@ -34,7 +34,7 @@ from compat.adaptation.mapping.by_calls import map_by_calls
 from compat.adaptation.mapping.embeddings import embedding_of
 from compat.adaptation.part import of_part, with_part
 from compat.adaptation.result import Adaptation, Finding
-from compat.adaptation.stages import DIFFERS, GRAPH_ERRORS, Mapped, Run, examine, judge, map_graph
+from compat.adaptation.stages import GRAPH_ERRORS, Mapped, Run, examine, judge, map_graph
 from compat.adaptation.tracing.calling import CallSignature, Wrapped, find_signature
 from compat.adaptation.tracing.graph import Graph, Place, kind, size
 from compat.adaptation.tracing.record import Untraceable
@@ -121,12 +121,17 @@ def judge_batch_first(run: Run, error: BatchFirst, accepts_others: bool = False)
     ]  # fmt: skip
     if not modules:
         return surveyed
+    weights = saved_weights(run.model)
     with ExitStack() as changed, suppress(AdaptError):
         for module in modules:
             changed.enter_context(patch.object(module, "batch_first", True))
         run.call, run.ids = find_call(run.model, run.checkpoint, run.ids)
         adaptation = _examined(run)
         return replace(adaptation, findings=[surveyed.findings[0], *adaptation.findings])
+    restore_weights(run.model, weights)
+    run.call = call
+    with suppress(CompatError):
+        return _with_own_blocks(run, run.trace(), error, [])
     return surveyed
 
 

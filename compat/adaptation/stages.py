@@ -17,7 +17,7 @@ from torch.fx import Node
 from compat.adaptation.anatomy.dissect import Anatomy, dissect
 from compat.adaptation.anatomy.norms import NormPlaces, place_norms
 from compat.adaptation.diagnosis.context import DiagnosisContext
-from compat.adaptation.diagnosis.counterfactual import relative_rms
+from compat.adaptation.diagnosis.counterfactual import DIFFERS, relative_rms
 from compat.adaptation.diagnosis.diagnose import diagnose
 from compat.adaptation.diagnosis.findings import trained_wrongly
 from compat.adaptation.diagnosis.kv_cache import wrong_cache
@@ -59,8 +59,6 @@ OWN_STEPS = 1e-3
 MOST_TRAINED = 50_000_000
 # The length up to which a model that agrees on short ids is examined on longer ones.
 LONGEST = 700
-# The relative RMS error above which two calls compute different logits.
-DIFFERS = 1e-3
 # What a graph of an unknown form raises, one with other values than those it was traced with, and a
 # model of a class of the user's that accepts no further module.
 GRAPH_ERRORS = (RuntimeError, LookupError, ValueError, TypeError, AttributeError)

@@ -14,7 +14,7 @@ from torch import nn
 from compat.config import GPT2Config
 from compat.user_models.arguments import parameters_of
 from compat.user_models.entries import last_part
-from compat.user_models.synonyms import CLASSES, plain, role_of, value_of
+from compat.user_models.synonyms import CLASSES, plain, role_of, role_of_number, value_of
 from compat.user_models.usage import is_users_class, modules_text, reads, users_globals
 
 Value = Callable[[GPT2Config], Any]  # a value in the sizes of a config
@@ -40,7 +40,7 @@ class Code:
         # Those of the arguments, and of the entries that are read from them.
         names = list(parameters_of(target))
         names += [entry for name in names for entry in reads(target, name).names]
-        self._roles = {role_of(name, names) for name in names}
+        self._names, self._roles = names, {role_of(name, names) for name in names}
 
     def candidates(self, entry: str) -> list[Value]:
         """Return the possible values of an argument or `argument.entry`, the most likely first."""
@@ -77,6 +77,8 @@ class Code:
         if re.search(rf"\b(if|not|and|or|bias=)\s*[\w.]*{word}(?!\s*[<>=*/+-])", text):
             return switches
         others = [constant(None), constant(1), *sizes, constant(10000.0), constant(())]
+        if role := role_of_number(name, self._names):  # such as `head`
+            others = [of_role(role), *others]
         is_number = re.search(rf"{word}\s*(:\s*int\b|[*/%])|[*/%]\s*{word}", text)
         return others if is_number else [*switches, *others]
 

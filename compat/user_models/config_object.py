@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
@@ -48,6 +49,7 @@ from compat.user_models.usage import (
     is_width,
     modules_text,
     tree_of,
+    unpacked_values,
     user_modules,
 )
 
@@ -134,8 +136,11 @@ class ConfigMaker:
         parameter = self.parameter
         if _config_class(self.cls, parameter) or isinstance(parameter.default, Mapping):
             return True
-        if parameter.default is None and neutral(parameter.name)[0]:  # such as a tokenizer
-            return False
+        if parameter.default is None and not is_config_name(parameter.name):
+            # Such as a tokenizer, or a module that takes the place of the model's own.
+            compared = re.search(rf"\b{parameter.name} is (not )?None\b", init_source(self.cls))
+            if neutral(parameter.name)[0] or compared:
+                return False
         short = role_of(parameter.name) is None or len(parameter.name) < 3
         return bool(self.usage.names) and (short or is_config_name(parameter.name))
 
@@ -177,6 +182,8 @@ class ConfigMaker:
             }  # fmt: skip
 
         values = with_sections(template, 2)  # config["model"]["attention"]
+        ordered = unpacked_values(self.cls, self.parameter.name)
+        values = {name: values[name] for name in ordered if name in values} | values
         if embeddings := self._embeddings():
             values |= {"config": form(**values), **embeddings}
         return merged(form(**values), entries)
@@ -234,7 +241,7 @@ class ConfigMaker:
             return None, missing
         own = {n: entry for n, entry in entries.items() if n in parameters and n not in sections}
         try:
-            made = _made(template, {**arguments, **own})
+            made = _made(template, {**arguments, **own}, {} if parameters else {**known, **entries})
         except Exception:  # a setting must have the value that it has in a file
             if not in_file:
                 raise
@@ -363,13 +370,23 @@ def _unread(annotation: Any) -> Any:
     return UNREAD.get(getattr(annotation, "__name__", str(annotation)))
 
 
-def _made(template: type, arguments: Mapping[str, Any]) -> Any:
+def _made(
+    template: type, arguments: Mapping[str, Any], attributes: Mapping[str, Any] | None = None
+) -> Any:
     """Return an instance of a config class.
 
     After its fields are set, a data class may look for a file with data that the machine lacks. A
     value in the place of a `default_factory` is the default.
+
+    Args:
+        template: the class.
+        arguments: those of its constructor.
+        attributes: the values of attributes that the constructor sets to constants. Others are
+            computed from these, as in `self.d_head = self.n_embd // self.n_head`.
     """
     if not dataclasses.is_dataclass(template):
+        if attributes and "__setattr__" not in vars(template):
+            return _with_attributes(template, attributes)
         return template(**arguments)
     made = object.__new__(template)
     factories = {field.name: field.default_factory for field in dataclasses.fields(template)}
@@ -384,6 +401,18 @@ def _made(template: type, arguments: Mapping[str, Any]) -> Any:
         if not own or not (isinstance(error, OSError) or any(map(_ASKS_FOR_A_FILE.search, lines))):
             raise
     return made
+
+
+def _with_attributes(template: type, attributes: Mapping[str, Any]) -> Any:
+    """Return an instance whose constructor sets attributes to these values instead of its own."""
+    constants = {name: attributes[name] for name in _constants(template) if name in attributes}
+    original: Any = template.__setattr__
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        original(self, name, constants.get(name, value))
+
+    with patch.object(template, "__setattr__", set_attribute):
+        return template()
 
 
 def _constants(template: type) -> set[str]:

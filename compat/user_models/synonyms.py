@@ -18,7 +18,7 @@ _N = r"(n|num|number(of)?|max|total)?"
 _SIZE = r"(d|dims?|dimensions?|size|width)"
 _EMB = r"(emb|embd|embeds?|embeddings?|embedded)"
 # Not the end of `cutoff`, `diff`, `buff` or `coeff`.
-_MLP = r"((?<![oiu])(?<!coe)ff|ffn|ffwd|mlp|mlpmid(dle)?|feedforward|inner|intermediate)"
+_MLP = r"((?<![oiu])(?<!coe)ff|ffn|ffwd?|mlp|mlpmid(dle)?|feedforward|inner|intermediate)"
 _LENGTH = r"(len|length|size|window)"
 _PATTERNS = {
     "embd_pdrop": rf"({_EMB}|pos).*drop.*|.*drop.*{_EMB}",

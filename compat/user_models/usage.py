@@ -99,6 +99,7 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     with_default = {*_DEFAULT.findall(text)}
     optional = with_default - {*attributes, *items}
     attributes += _GETATTR.findall(text)
+    items += unpacked_values(cls, parameter)
     return Usage(
         frozenset(items),
         frozenset(attributes),
@@ -107,6 +108,13 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
         frozenset(optional),
         frozenset(_sections(cls) & {*items, *attributes}),
     )
+
+
+def unpacked_values(cls: Callable[..., Any], parameter: str) -> list[str]:
+    """Return the variables that the values of a config are unpacked to, in their order."""
+    line = rf"^[ \t]*(\w+(?:, *\w+)+) *=.*\b{parameter}\.values\(\)"
+    found = re.search(line, init_source(cls), re.MULTILINE)
+    return re.findall(r"\w+", found[1]) if found else []
 
 
 def _sections(cls: Callable[..., Any]) -> set[str]:

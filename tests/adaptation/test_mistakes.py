@@ -1552,6 +1552,39 @@ def test_a_padding_id_that_no_token_has_is_reported(
         assert found[0].source_line == masking.strip()
 
 
+def test_all_comparisons_with_a_padding_id_are_named(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        (LOOP, f"        x = x * (ids != 3)[..., None]\n{LOOP}"),
+        ("        return self.head(x)", "        return self.head(x) * (ids != 3)[..., None]"),
+    ]
+    found = only_finding(adapted(tiny, tmp_path, edits), "id_condition")
+    assert found.source_line == "x = x * (ids != 3)[..., None]"
+    assert further_lines(found) == ["return self.head(x) * (ids != 3)[..., None]"]
+
+
+def test_fused_kernels_that_compute_other_logits_are_named(tiny: Path, tmp_path: Path) -> None:
+    """The layer's own code adds the mask to the scores; its fused kernel hides where it is not 0.
+
+    The layer is post-norm, which the fused kernel has as well.
+    """
+    encoder = DECODER.replace("Decoder", "Encoder").replace("norm_first=True", "norm_first=False")
+    encoder = encoder.replace("activation=lambda x: F.gelu(x, approximate=\"tanh\")",
+                              "activation='gelu'")  # fmt: skip
+    edits = [
+        ("        self.blocks = nn.ModuleList(blocks)\n", encoder),
+        (f"{LOOP}            x = block(x)\n",
+         "        mask = torch.full((T, T), float('-inf')).triu(1)\n"
+         "        mask = mask + 0.1 * torch.ones(T, T).tril(-1)\n"
+         "        x = self.blocks(x, mask)\n"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = only_finding(adaptation, "fast_path")
+    assert "nn.TransformerEncoderLayer" in (found.source_line or "")
+    assert further_lines(found) == ["x = self.blocks(x, mask)"]
+    evidence = only_finding(adaptation, "post_ln").evidence or ""
+    assert float(evidence.rpartition(" ")[2]) < 1e-4  # the error of the other deviations
+
+
 def test_equal_lists_of_all_blocks_are_one_finding(tiny: Path, tmp_path: Path) -> None:
     up = "        self.up = nn.Linear(dim, 4 * dim)\n"
     norms = f"{up}        self.norms = [nn.Identity()]\n"
@@ -1835,6 +1868,26 @@ def test_the_rest_of_a_model_with_attention_over_the_batch_is_examined(
     assert adaptation.parity is not None and not adaptation.unmatched
     corrected = [(old, new.replace("heads)", "heads, batch_first=True)")) for old, new in edits]
     assert {f.code for f in adapted(tiny, tmp_path, corrected).deviations} == {"no_mask"}
+
+
+def test_embeddings_are_examined_beside_attention_over_the_batch(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """The mask and the positions have the length of the batch, so no other call works."""
+    edits = [
+        ("Attention(dim, heads, context)", "nn.MultiheadAttention(dim, heads)"),
+        ("        x = self.att(x)\n",
+         "        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)\n"
+         "        x = self.att(x, x, x, attn_mask=mask)[0]\n"),
+        ("self.tok_emb(ids) + self.pos_emb(torch.arange(T, device=ids.device))",
+         "3 * self.tok_emb(ids) + self.pos_emb(torch.arange(len(ids)))[:, None]"),
+        ("        return self.head(x)", "        return self.head(x)[:, -1]"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    codes = {f.code for f in adaptation.deviations}
+    assert codes == {"batch_first", "scaled_embedding", "position_ids"}
+    assert "examined with GPT-2's blocks" in adaptation.findings[0].evidence
+    assert only_finding(adaptation, "position_ids").evidence.startswith("confirmed, with GPT-2's")
 
 
 def test_attention_over_the_first_axis_is_right_for_one_sequence(

@@ -1099,6 +1099,31 @@ def test_an_optional_tokenizer_is_left_out(tmp_path: Path) -> None:
     assert build(tmp_path, source).sizes == SIZES
 
 
+def test_an_optional_module_is_left_out(tmp_path: Path) -> None:
+    before = "width = c.n_embd if table is None else table.embedding_dim"
+    source = gpt(", c, table=None", f"{READ}, width", before)
+    assert build(tmp_path, source).extra == CONFIG.n_embd
+
+
+def test_the_values_of_a_dictionary_are_in_the_order_in_which_they_are_unpacked(
+    tmp_path: Path,
+) -> None:
+    names = "n_vocab, n_ctx, dim, depth, heads"
+    before = f"{names} = list(hparams.values())[:5]; rate = hparams['dropout']"
+    source = gpt(", hparams", f"{names}, rate", before)
+    model = build(tmp_path, source)
+    assert (model.sizes, model.extra) == (SIZES, CONFIG.resid_pdrop)
+
+
+def test_a_config_class_computes_attributes_from_the_checkpoints_sizes(tmp_path: Path) -> None:
+    values = ["vocab_size = 65", "block_size = 8", "n_embd = 32", "n_layer = 2", "n_head = 2"]
+    lines = "\n        self.".join([*values, "share = self.n_embd // self.n_head"])
+    more = f"class Sizes:\n    def __init__(self):\n        self.{lines}\n"
+    cls = gpt(", sizes: Sizes", READ.replace("c.", "sizes.") + ", sizes.share")
+    model = build(tmp_path, cls.replace("class GPT", f"{more}\nclass GPT"))
+    assert (model.sizes, model.extra) == (SIZES, 6)
+
+
 def test_a_config_file_has_sections_in_a_section(tmp_path: Path) -> None:
     """Their sizes are the checkpoint's, and the tokenizer's name is not a section."""
     (tmp_path / "base.yaml").write_text(

@@ -485,6 +485,7 @@ def test_a_mixture_of_experts_has_one_expert(name: str) -> None:
 
 def test_a_number_may_have_the_name_of_a_module() -> None:
     assert role_of("tok_emb") is None
+    assert role_of("ffw_size") == "d_inner"
     assert role_of_number("tok_emb", ["tok_emb", "vocab_size"]) == "n_embd"
     assert role_of_number("tok_emb", ["tok_emb", "d_model"]) is None
     assert role_of_number("head", ["head", "d_model"]) == "n_head"

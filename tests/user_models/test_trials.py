@@ -207,6 +207,17 @@ def test_a_number_of_layers_is_not_a_switch(tmp_path: Path) -> None:
     assert "cfg.repetitions=3" in construct_with_call(target, CONFIG)[1]
 
 
+def test_a_number_named_head_is_the_number_of_heads(tmp_path: Path) -> None:
+    """The number of parameters does not depend on it."""
+    own = MODEL.replace("def __init__(self, cfg)", "def __init__(self, head, cfg)")
+    own = own.replace("        self.cfg, width", "        self.each = 24 // head\n"
+                      "        self.cfg, width")  # fmt: skip
+    model, call = construct_with_call(
+        load_target(written(tmp_path, "n_embd", "4 * width", own)), CONFIG
+    )
+    assert model.each == 6 and "head=4" in call
+
+
 def test_a_number_in_arithmetic_is_not_a_switch(tmp_path: Path) -> None:
     source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
     source = source.replace("range(cfg.n_layer)", "range(cfg.n_layer * cfg.sharing)")

@@ -15,6 +15,7 @@ from compat.parity.compare import rms
 from compat.parity.trace import Trace
 from compat.tap import tap_names
 
+DIFFERS = 1e-3  # the relative RMS error above which two calls compute different logits
 AGREES = 1e-6  # relative RMS error in float64, with room for constants rounded to float32
 
 

@@ -29,7 +29,7 @@ from compat.adaptation.diagnosis.findings import (
 from compat.adaptation.diagnosis.registry import CODES, DETECTORS, Deviation, find_deviations
 from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Finding
-from compat.adaptation.tracing.calling import Forward
+from compat.adaptation.tracing.calling import Forward, plain_kernels
 from compat.adaptation.tracing.graph import Place
 from compat.parity import LogitsProof, ParityReport
 from compat.parity.reference import Reference
@@ -83,8 +83,8 @@ def diagnose(
     if report and not any(deviation.changes for deviation in found):  # nothing to explain
         result = counterfactual.Counterfactual(True, True, 0.0, [0.0] * len(found), None)
     else:
-        with eval_mode(model):
-            own = call(model, ids).detach()
+        with eval_mode(model), plain_kernels():  # those of the graph
+            own = call(model, ids)
         truth = (expected if exact is None else exact)["logits"]
         result = counterfactual.run(context, found, taps, ids, truth, own)
     own_error = torch.finfo(reference.dtype).eps
@@ -92,8 +92,7 @@ def diagnose(
         own_error = counterfactual.relative_rms(expected["logits"].double(), exact["logits"])
     findings = to_findings(found, result, own_error)
     findings += leftovers(context, taps, found, result, findings, report, logits)
-    if any(f.tap == "logits" and f.code == "unexplained" for f in findings):
-        findings = fused_kernels(findings, model, call, reference, context)
+    findings = fused_kernels(findings, model, call, ids, reference, context)
     findings += left_in_training(model, call, training, ids)
     if report:  # the limits of a proof that failed do not matter
         findings = [without_effect(each) for each in findings] + limits_of(logits)

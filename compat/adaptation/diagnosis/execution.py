@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.fx import Node
@@ -10,7 +10,7 @@ from torch.fx import Node
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.registry import CODES, Code, Deviation, deviation
-from compat.adaptation.tracing.graph import DRAWS, MOVES, Place, kind, tensor_inputs
+from compat.adaptation.tracing.graph import DRAWS, MOVES, Graph, Place, kind, tensor_inputs
 from compat.config import HALF, dtype_name
 from compat.errors import listed
 from compat.parity.conditions import COMPARISONS
@@ -118,27 +118,34 @@ def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
         if node in graph.live and kind(node) in COMPARISONS
         and not graph.parameters_between([node], [])
     ]  # fmt: skip
-    lines = [graph.place(node) for node in compared] or graph.exits
+    lines = _lines(graph, compared) or graph.exits
     if lines and context.failed_input and not context.is_pooled:
         values = {"found": f"the logits differ from the reference's on {context.failed_input}"}
         evidence = "confirmed: all taps agree on random ids"
         yield Deviation("logits", lines, values, evidence=evidence)
         return
-    evidence = "confirmed: the logits change with the result of this comparison"
-    for node in compared:
-        number = node.args[1] if len(node.args) > 1 else None
-        if not isinstance(number, int) or not _matters(context, node, number):
-            continue
-        place = graph.place(node)
+    numbers = {node: node.args[1] for node in compared if len(node.args) > 1}
+    mattering = [
+        (node, number) for node, number in numbers.items()
+        if isinstance(number, int) and _matters(context, node, number)
+    ]  # fmt: skip
+    if mattering:
+        number = mattering[0][1]
+        lines = _lines(graph, [node for node, other in mattering if other == number])
+        evidence = "confirmed: the logits change with the result of this comparison"
         if 0 <= number < context.config.vocab_size:
             values = {"found": f"the id {number} changes the logits in a way that other ids do not"}
-            yield Deviation("logits", [place], values, evidence=evidence)
+            yield Deviation("logits", lines, values, evidence=evidence)
         else:
-            found = {"found": str(number)}
+            values = {"found": str(number)}
             yield Deviation(
-                "logits", [place], found, evidence=evidence, severity="info", message=NO_ID
+                "logits", lines, values, evidence=evidence, severity="info", message=NO_ID
             )
-        return
+
+
+def _lines(graph: Graph, nodes: Sequence[Node]) -> list[Place | None]:
+    """Return the lines of nodes, also those that compute the same once more."""
+    return [line for node in nodes for line in (graph.place(node), graph.repeated(node))]
 
 
 def _matters(context: DiagnosisContext, node: Node, number: int) -> bool:
@@ -214,7 +221,8 @@ CODES.update(
     fast_path=Code(
         "breaks",
         "in eval mode without gradients, nn.TransformerEncoderLayer runs a fused kernel that "
-        "computes something else than the layer's own code, for example the exact GELU",
+        "computes something else than the layer's own code, for example the exact GELU, or "
+        "attention with a boolean mask in place of numbers that are added to the scores",
         "torch.backends.mha.set_fastpath_enabled(False)",
     ),
     no_head=Code(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compat.adaptation.anatomy.dissect import NoHead
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
-from compat.adaptation.diagnosis.counterfactual import Counterfactual
+from compat.adaptation.diagnosis.counterfactual import DIFFERS, Counterfactual, relative_rms
 from compat.adaptation.diagnosis.proof import end_to_end
 from compat.adaptation.diagnosis.registry import CODES, Deviation
 from compat.adaptation.mapping.taps import Taps
@@ -224,19 +224,37 @@ def fused_kernels(
     findings: list[Finding],
     model: nn.Module,
     call: Forward,
+    ids: Tensor,
     reference: Reference,
     context: DiagnosisContext,
 ) -> list[Finding]:
-    """Replace "unexplained" if the model agrees without the fused kernels of torch's encoder."""
+    """Report fused kernels of torch's encoder that compute other logits than its own code.
+
+    They replace "unexplained" if the model agrees without them.
+    """
+    layers = [n for n, m in model.named_modules() if isinstance(m, nn.TransformerEncoderLayer)]
+    is_unexplained = any(f.tap == "logits" and f.code == "unexplained" for f in findings)
+    if not layers:
+        return findings
+    with eval_mode(model):
+        own = call(model, ids)
+        with plain_kernels():
+            plain = call(model, ids)
+    differs = not relative_rms(own, plain) <= DIFFERS  # NaN differs too
+    if not differs and not is_unexplained:
+        return findings
     with plain_kernels():
         proof = end_to_end(model, call, reference, context.room, context.fixed_length)
-    if not proof.passed:
+    if not differs and not proof.passed:
         return findings
-    layers = (n for n, m in model.named_modules() if isinstance(m, nn.TransformerEncoderLayer))
-    place = source.torch_layer(model, next(layers, ""))
-    evidence = f"confirmed: without the fused kernel, max|Δlogits| is {proof.max_abs:.2g}"
-    explained = finding(Deviation("logits", [place], evidence=evidence, code="fast_path"))
-    return [explained if f.code == "unexplained" else f for f in findings]
+    first = next((n for n in context.graph.nodes if layers[0] in n.meta.get("modules", ())), None)
+    called = None if first is None else context.graph.place(first)
+    lines = [source.torch_layer(model, layers[0]), called]
+    evidence = "observed: the logits are others without the fused kernel"
+    if proof.passed:
+        evidence = f"confirmed: without the fused kernel, max|Δlogits| is {proof.max_abs:.2g}"
+        findings = [f for f in findings if f.code != "unexplained"]
+    return [*findings, finding(Deviation("logits", lines, evidence=evidence, code="fast_path"))]
 
 
 def left_in_training(model: nn.Module, call: Forward, training: bool, ids: Tensor) -> list[Finding]:
