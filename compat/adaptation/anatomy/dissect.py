@@ -89,7 +89,7 @@ class UnknownHead(UnknownPart):
 
     Args:
         message: the error message.
-        nodes: the operations of the head, in order.
+        nodes: the products of the head, in order, or all its operations if it has none.
         table: the name of the token embedding's parameter.
         hidden: the node of the last hidden states (B, T, C), from which the head computes.
     """
@@ -675,7 +675,7 @@ class _Dissection:
                 "the logits are not one projection of the last hidden state, but are computed"
                 f"{self.graph.at(*products)}"
             )
-            raise UnknownHead(message, head, name, hidden)
+            raise UnknownHead(message, products, name, hidden)
         raise AdaptError(message)
 
     def _last_hidden(self, tokens: Node) -> Node | None:
