@@ -164,7 +164,17 @@ def is_users(filename: str) -> bool:
     """Return whether a file is the user's: not of Python, of an installed package or of compat."""
     if filename.startswith(LIVE):
         return True
-    return not filename.startswith(("<", *FOREIGN)) and "site-packages" not in filename
+    parts = Path(filename).parts
+    if filename.startswith(("<", *FOREIGN)) or {"site-packages", "dist-packages"} & {*parts}:
+        return False
+    folders = [folder for folder in sys.path if folder and filename.startswith(f"{folder}/")]
+    return not any(map(_has_packages, folders))
+
+
+@cache
+def _has_packages(folder: str) -> bool:
+    """Return whether packages were installed into a folder, as by `pip install --target`."""
+    return next(Path(folder).glob("*.dist-info"), None) is not None
 
 
 def project_folders(folder: Path) -> list[Path]:

@@ -518,6 +518,8 @@ def _config_class(cls: Callable[..., Any], parameter: Parameter) -> type | None:
     except Exception:  # a name that only a type checker sees
         annotation = parameter.annotation
     default = parameter.default
+    if isinstance(default, (bool, int, float, str)):  # whatever the annotation is
+        return None
     for value in (*typing.get_args(annotation), annotation, default, type(default)):
         library = str(getattr(value, "__module__", "")).split(".")[0]
         if not isinstance(value, type) or library in {"torch", *sys.stdlib_module_names}:

@@ -337,9 +337,9 @@ class Search:
         """Return another width or other arguments with which the model runs, or None.
 
         Switches have the user's defaults, arguments whose default is None have a value, all
-        arguments are those of a call of the user's, sizes have other meanings than their names, or
-        the width is a number that the code contains, as in `nn.LayerNorm(384)` beside sizes that
-        are arguments.
+        arguments are those of a call of the user's, sizes have other meanings than their names, the
+        width is a number that the code contains, as in `nn.LayerNorm(384)` beside sizes that are
+        arguments, or the context is shorter.
         """
         config, C = self.config, self.config.n_embd
         if self._runs_in(C, {}):  # other sizes are the reason, such as that of the context
@@ -354,7 +354,7 @@ class Search:
             sizes = self._sizes(self._arguments_in(config))
             if found := arguments_with(self._reassigned(sizes), config):
                 return config, found
-        return None
+        return None if (own := self._shorter()) is None else (config, own)
 
     def _more_values(self) -> Iterator[dict[str, Any]]:
         """Yield the user's switches, and other values for single arguments and entries of configs.
@@ -389,17 +389,21 @@ class Search:
         return {}
 
     def _shorter(self) -> dict[str, Any] | None:
-        """Return a short context if the model runs only with it; None if the code has no such size.
+        """Return a context with which alone the model runs; None if the code has no such size.
 
-        A mask may be shorter than the context, as where its size is that of a head.
+        A mask may be shorter than the context, as where its size is that of a head. The token
+        embedding may by mistake be as wide as the context is long.
         """
         entries = self._entries()
         names = [name for name in entries if role_of(last_part(name), entries) == "n_positions"]
-        own, sizes = nested(dict.fromkeys(names, SHORT)), replace(self.config, n_layer=1)
-        called_in = replace(sizes, n_positions=SHORT)
+        sizes = replace(self.config, n_layer=1)
         if not names or self._runs(sizes, {}, sizes):
             return None
-        return own if self._runs(sizes, own, called_in) else None
+        for length in (SHORT, self.config.n_embd):
+            own = nested(dict.fromkeys(names, length))
+            if self._runs(sizes, own, replace(sizes, n_positions=length)):
+                return own
+        return None
 
     def _numbers(self, least: int, most: int) -> list[int]:
         """Return the integers in the user's code between these, the most common first."""

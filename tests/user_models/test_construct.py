@@ -1546,6 +1546,30 @@ class GPT(Core):
     assert vars(model)["sizes"][1] == 13 and call.endswith("your code only runs with seq_len=13")
 
 
+def test_a_context_of_the_width_is_built_if_the_code_runs_only_with_it(tmp_path: Path) -> None:
+    """The token embedding is as wide as the context is long."""
+    source = """
+class GPT(Core):
+    def __init__(self, vocab_size, dim, seq_len):
+        super().__init__(vocab_size, seq_len, dim, 0, 0)
+        self.wte, self.wpe = nn.Embedding(vocab_size, seq_len), nn.Embedding(seq_len, dim)
+
+    def forward(self, ids):
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+        return x @ self.wte.weight.T
+"""
+    target = load_target(f"{written(tmp_path, source)}:GPT")
+    model, call = construct_with_call(target, CONFIG)
+    assert vars(model)["sizes"][1] == 24 and call.endswith("your code only runs with seq_len=24")
+
+
+def test_a_switch_is_not_a_config_whatever_its_annotation_is(tmp_path: Path) -> None:
+    before = "class Annotation:\n    def __init__(self):\n        raise RuntimeError\n"
+    source = before + gpt(", c, traced: Annotation = False", f"{READ}, traced")
+    model = build(tmp_path, source)
+    assert (model.sizes, model.extra) == (SIZES, False)
+
+
 def test_an_error_that_every_trial_raises_is_named(tmp_path: Path) -> None:
     source = gpt(
         ", vocab_size, n_ctx, dim, depth, heads, zug", "vocab_size, n_ctx, dim, depth, heads"

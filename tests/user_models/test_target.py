@@ -664,12 +664,16 @@ def test_code_that_does_not_end_is_interrupted(
     assert signal.getsignal(signal.SIGALRM) is handler
 
 
-def test_a_library_has_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages", "installed with --target"])
+def test_a_library_has_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
     monkeypatch.setattr(time_limit, "SECONDS", 0.1)
-    monkeypatch.syspath_prepend(tmp_path / "site-packages")
-    write(
-        tmp_path / "site-packages" / "slow_library.py", "import time\ntime.sleep(0.4)\nSIZE = 5\n"
-    )
+    monkeypatch.delitem(sys.modules, "slow_library", raising=False)
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    write(tmp_path / folder / "slow_library.py", "import time\ntime.sleep(0.4)\nSIZE = 5\n")
+    if "--target" in folder:
+        write(tmp_path / folder / "slow_library-1.0.dist-info" / "METADATA", "")
     path = write(tmp_path / "own_gpt.py", f"from slow_library import SIZE\n{GPT}    size = SIZE")
     assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
