@@ -304,6 +304,17 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "no_mask",
         "scores.masked_fill(",
     ),
+    "eps subtracted from the standard deviation": (
+        [
+            (
+                "        return self.scale * (x - mean) / torch.sqrt(var + 1e-5)",
+                "        centred = x - mean\n        std = torch.sqrt(var)\n"
+                "        return self.scale * centred / (std - 1e-5)",
+            )
+        ],
+        "eps_outside_sqrt",
+        "(std - 1e-5)",
+    ),
     "a misspelled result": (
         [("return self.out_proj(out)", "ouput = self.out_proj(out)\n        return out")],
         "no_out_proj",

@@ -211,7 +211,7 @@ def _fit_eps(root: Callable[[float], Tensor], var: Tensor) -> tuple[float, bool]
     for values, is_outside in ((inside, False), (outside, True)):
         eps = values.median().item()
         if (values - eps).abs().max() <= 1e-4 * abs(eps) + 1e-13:
-            return (float(f"{eps:.6g}") if eps > 1e-14 else 0.0), is_outside
+            return (float(f"{eps:.6g}") if abs(eps) > 1e-14 else 0.0), is_outside
     return None
 
 

@@ -58,7 +58,8 @@ def norms_where(
             continue
         live = context.graph.live_between([norm.end], [norm.start])
         if number:
-            live = [n for n in live if kind(n) != "add" or len(n.all_input_nodes) < 2] or live
+            sums = [n for n in live if kind(n) in ("add", "sub") and len(n.all_input_nodes) > 1]
+            live = [n for n in live if n not in sums] or live
         place = _line(context, live, kinds)
         found = seen.setdefault(str(values), Deviation(name, (), values, Changes()))
         found.lines = [*found.lines, place, *source.calls(context.graph, live, place)]
@@ -134,7 +135,7 @@ def eps_outside_sqrt(context: DiagnosisContext) -> Iterator[Deviation]:
         outside = formula is not None and formula.eps_outside and formula.eps
         return _eps(context, formula) if formula and outside else None
 
-    return norms_where(context, differs, "add", fields=("eps", "eps_outside"), number=True)
+    return norms_where(context, differs, "add", "sub", fields=("eps", "eps_outside"), number=True)
 
 
 @deviation("the norm's eps is {found:g}, but the checkpoint's is {expected:g}", "eps={expected:g}")
