@@ -1188,6 +1188,20 @@ def test_files_that_the_model_imports_are_edited_together(
     assert found is not None and found.texts == {str(tmp_path / "flags.py"): "bias = True\n"}
 
 
+def test_an_edit_uses_only_what_its_own_file_imports(small: Checkpoint, tmp_path: Path) -> None:
+    attention, rest = BOOK.split("class FeedForward(")
+    old = "/ self.head_dim ** 0.5"
+    assert old in attention
+    attention = attention.replace(old, "/ keys.shape[-1] ** 0/5").replace("import math\n", "")
+    (tmp_path / "parts.py").write_text(attention)
+    path = tmp_path / "gpt.py"
+    head = "import math\nimport torch\nfrom torch import nn\nimport torch.nn.functional as F\n"
+    path.write_text(f"{head}from parts import *\n\n\nclass FeedForward({rest}")
+    found = Search(Target(f"{path}:GPT"), small, GPT2Config(), unsafe=False).run()
+    assert found is not None and found.fixed == ["wrong_scale"]
+    assert "math" not in found.texts[str(tmp_path / "parts.py")]
+
+
 def test_a_rotation_is_removed_in_the_branch_that_is_not_run_too(
     small: Checkpoint, tmp_path: Path
 ) -> None:

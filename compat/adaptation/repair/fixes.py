@@ -199,25 +199,32 @@ class Site:
         return next(name for name in itertools.chain(names, numbered) if name not in known)
 
     @cached_property
+    def imports(self) -> list[ast.Import | ast.ImportFrom]:
+        """The imports of the finding's file, or of all cells of its notebook."""
+        name = self.source.file.partition("#")[0]
+        own = [s for file, s in self.sources.items() if file.partition("#")[0] == name]
+        nodes = (node for source in own for node in find(ast.stmt, source.tree))
+        return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+    @cached_property
     def imported(self) -> frozenset[str]:
         """The names that imports bind."""
         return frozenset(
             alias.asname or alias.name.partition(".")[0]
-            for node in self.every(ast.stmt)
-            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for node in self.imports
             for alias in node.names
         )
 
     def torch(self, name: str) -> str:
         """Return how the file can write, for example, `torch.nn.functional.gelu`."""
         known: dict[str, str] = {}  # the alias of every imported module
-        for node in self.every(ast.stmt):
+        for node in self.imports:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     known[alias.name] = alias.asname or alias.name
                     if alias.asname is None:
                         known[alias.name.partition(".")[0]] = alias.name.partition(".")[0]
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            elif node.module and not node.level:
                 for alias in node.names:
                     known[f"{node.module}.{alias.name}"] = alias.asname or alias.name
         parts = name.split(".")
