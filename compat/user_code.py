@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import sysconfig
 import traceback
@@ -168,13 +169,15 @@ def is_users(filename: str) -> bool:
     if filename.startswith(("<", *FOREIGN)) or {"site-packages", "dist-packages"} & {*parts}:
         return False
     folders = [folder for folder in sys.path if folder and filename.startswith(f"{folder}/")]
-    return not any(map(_has_packages, folders))
+    return not any(Path(filename).relative_to(f).parts[0] in _installed(f) for f in folders)
 
 
 @cache
-def _has_packages(folder: str) -> bool:
-    """Return whether packages were installed into a folder, as by `pip install --target`."""
-    return next(Path(folder).glob("*.dist-info"), None) is not None
+def _installed(folder: str) -> frozenset[str]:
+    """Return the top-level names that `pip install --target` has installed into a folder."""
+    records = (each.read_text(errors="replace") for each in Path(folder).glob("*.dist-info/RECORD"))
+    lines = (line for record in records for line in record.splitlines())
+    return frozenset(re.split("[/,]", line)[0] for line in lines)
 
 
 def project_folders(folder: Path) -> list[Path]:

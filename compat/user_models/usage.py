@@ -351,8 +351,7 @@ def user_modules(target: Callable[..., Any]) -> list[ModuleType]:
             if other is None or other in found:
                 continue
             file = str(getattr(other, "__file__", None) or "/")
-            near = file.startswith(folder) and "site-packages" not in Path(file).parts
-            if near or other.__name__ in SIBLINGS:
+            if (file.startswith(folder) and is_users(file)) or other.__name__ in SIBLINGS:
                 found.append(other)
     return found
 

@@ -673,7 +673,8 @@ def test_a_library_has_more_time(
     monkeypatch.syspath_prepend(tmp_path / folder)
     write(tmp_path / folder / "slow_library.py", "import time\ntime.sleep(0.4)\nSIZE = 5\n")
     if "--target" in folder:
-        write(tmp_path / folder / "slow_library-1.0.dist-info" / "METADATA", "")
+        record = tmp_path / folder / "slow_library-1.0.dist-info" / "RECORD"
+        write(record, "slow_library.py,,\nslow_library-1.0.dist-info/RECORD,,\n")
     path = write(tmp_path / "own_gpt.py", f"from slow_library import SIZE\n{GPT}    size = SIZE")
     assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
