@@ -87,9 +87,8 @@ class _WithHead(Wrapped):
 def judge_with_head(run: Run, error: NoHead) -> Adaptation:
     """Judge a model that returns hidden states with GPT-2's head after it, the token embedding."""
     run.call = _WithHead(run.call, error.table)
-    missing = no_head(run.trace(), error)
     adaptation = _examined(run)
-    return replace(adaptation, findings=[missing, *adaptation.findings])
+    return replace(adaptation, findings=[no_head(error), *adaptation.findings])
 
 
 def _examined(run: Run) -> Adaptation:

@@ -1573,27 +1573,32 @@ def test_all_comparisons_with_a_padding_id_are_named(tiny: Path, tmp_path: Path)
     assert further_lines(found) == ["return self.head(x) * (ids != 3)[..., None]"]
 
 
-def test_fused_kernels_that_compute_other_logits_are_named(tiny: Path, tmp_path: Path) -> None:
-    """The layer's own code adds the mask to the scores; its fused kernel hides where it is not 0.
+# The blocks are post-norm layers of torch's encoder, whose fused kernel is run in eval mode.
+FUSED: Edits = [
+    ("        self.blocks = nn.ModuleList(blocks)\n",
+     DECODER.replace("Decoder", "Encoder").replace("norm_first=True", "norm_first=False")
+     .replace("activation=lambda x: F.gelu(x, approximate=\"tanh\")", "activation='gelu'")),
+    (f"{LOOP}            x = block(x)\n",
+     "        mask = torch.full((T, T), float('-inf')).triu(1)\n"
+     "        x = self.blocks(x, mask)\n"),
+]  # fmt: skip
 
-    The layer is post-norm, which the fused kernel has as well.
-    """
-    encoder = DECODER.replace("Decoder", "Encoder").replace("norm_first=True", "norm_first=False")
-    encoder = encoder.replace("activation=lambda x: F.gelu(x, approximate=\"tanh\")",
-                              "activation='gelu'")  # fmt: skip
-    edits = [
-        ("        self.blocks = nn.ModuleList(blocks)\n", encoder),
-        (f"{LOOP}            x = block(x)\n",
-         "        mask = torch.full((T, T), float('-inf')).triu(1)\n"
-         "        mask = mask + 0.1 * torch.ones(T, T).tril(-1)\n"
-         "        x = self.blocks(x, mask)\n"),
-    ]  # fmt: skip
+
+def test_fused_kernels_that_compute_other_logits_are_named(tiny: Path, tmp_path: Path) -> None:
+    """The layer's own code adds the mask to the scores; its fused kernel hides all but zeros."""
+    edits = [*FUSED, (".triu(1)\n", ".triu(1) + 0.1 * torch.ones(T, T).tril(-1)\n")]
     adaptation = adapted(tiny, tmp_path, edits)
     found = only_finding(adaptation, "fast_path")
     assert "nn.TransformerEncoderLayer" in (found.source_line or "")
     assert further_lines(found) == ["x = self.blocks(x, mask)"]
     evidence = only_finding(adaptation, "post_ln").evidence or ""
     assert float(evidence.rpartition(" ")[2]) < 1e-4  # the error of the other deviations
+
+
+def test_dropout_is_no_difference_of_fused_kernels(tiny: Path, tmp_path: Path) -> None:
+    edits = [*FUSED, ("self.blocks(x, mask)", "self.blocks(F.dropout(x, 0.1), mask)")]
+    codes = {finding.code for finding in adapted(tiny, tmp_path, edits).deviations}
+    assert codes == {"dropout_always_on", "post_ln", "erf_gelu"}
 
 
 def test_equal_lists_of_all_blocks_are_one_finding(tiny: Path, tmp_path: Path) -> None:
@@ -1881,15 +1886,21 @@ def test_the_rest_of_a_model_with_attention_over_the_batch_is_examined(
     assert {f.code for f in adapted(tiny, tmp_path, corrected).deviations} == {"no_mask"}
 
 
+# Attention over the first axis of the hidden states, with a mask of its length.
+OVER_FIRST_AXIS: Edits = [
+    ("Attention(dim, heads, context)", "nn.MultiheadAttention(dim, heads)"),
+    ("        x = self.att(x)\n",
+     "        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)\n"
+     "        x = self.att(x, x, x, attn_mask=mask)[0]\n"),
+]  # fmt: skip
+
+
 def test_embeddings_are_examined_beside_attention_over_the_batch(
     tiny: Path, tmp_path: Path
 ) -> None:
     """The mask and the positions have the length of the batch, so no other call works."""
     edits = [
-        ("Attention(dim, heads, context)", "nn.MultiheadAttention(dim, heads)"),
-        ("        x = self.att(x)\n",
-         "        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)\n"
-         "        x = self.att(x, x, x, attn_mask=mask)[0]\n"),
+        *OVER_FIRST_AXIS,
         ("self.tok_emb(ids) + self.pos_emb(torch.arange(T, device=ids.device))",
          "3 * self.tok_emb(ids) + self.pos_emb(torch.arange(len(ids)))[:, None]"),
         ("        return self.head(x)", "        return self.head(x)[:, -1]"),
@@ -1906,10 +1917,7 @@ def test_attention_over_the_first_axis_is_right_for_one_sequence(
 ) -> None:
     """The mask is made for the length of the first axis, so the model expects ids (T,)."""
     edits = [
-        ("Attention(dim, heads, context)", "nn.MultiheadAttention(dim, heads)"),
-        ("        x = self.att(x)\n",
-         "        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)\n"
-         "        x = self.att(x, x, x, attn_mask=mask)[0]\n"),
+        *OVER_FIRST_AXIS,
         ("        B, T = ids.shape\n", "        T = ids.shape[-1]\n"),
     ]  # fmt: skip
     adaptation = adapted(tiny, tmp_path, edits)

@@ -6,7 +6,7 @@ by their connection to it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from math import prod
@@ -21,12 +21,15 @@ from compat.adaptation.tracing.graph import (
     REDUCTIONS,
     SHIFTS,
     Graph,
+    Place,
     adds_two,
     aten,
+    below,
     insert,
     kind,
     live_inputs,
     live_users,
+    meetings,
     random_values,
     reached,
     reads_parameter,
@@ -76,12 +79,12 @@ class NoHead(AdaptError):
     Args:
         message: the error message.
         table: the name of the token embedding's parameter.
-        node: the node of the hidden states.
+        lines: the lines that compute the hidden states, the outermost first.
     """
 
-    def __init__(self, message: str, table: str, node: Node) -> None:
+    def __init__(self, message: str, table: str, lines: list[Place]) -> None:
         super().__init__(message)
-        self.table, self.node = table, node
+        self.table, self.lines = table, lines
 
 
 class UnknownHead(UnknownPart):
@@ -610,7 +613,7 @@ class _Dissection:
                 "the model has no token embedding. No table of parameters is looked up by the ids"
             )
         embed = tables[0]
-        for node, is_meeting in self._below(embed):
+        for node, is_meeting in below(self.graph, embed):
             moves = kind(node) in MOVES or kind(node) == "getitem"
             inputs = live_inputs(self.graph, node) if kind(node) in EMBEDDINGS else ()
             if not moves and not (inputs and all(index.frontier(a) <= {*tables} for a in inputs)):
@@ -619,21 +622,13 @@ class _Dissection:
                 embed = node
         return tables[0], embed
 
-    def _below(self, start: Node) -> Iterator[tuple[Node, bool]]:
-        """Yield what depends on a node, in order, and whether all paths from it meet there."""
-        users = {*live_users(self.graph, start)}
-        while users:
-            node = min(users, key=self.graph.order.__getitem__)
-            yield node, len(users) == 1
-            users = users - {node} | {*live_users(self.graph, node)}
-
     def _later_sum(self, looked_up: Node) -> tuple[Node, Node] | None:
         """Return the sum with positions behind a norm or a projection, and its own operand."""
         graph = self.graph
         before = graph.between([looked_up], [graph.input])
         if any(is_table_of_positions(graph, node) for node in before):
             return None
-        for node, is_meeting in self._below(looked_up):
+        for node, is_meeting in below(graph, looked_up):
             if node in self.index.mixers:
                 return None
             if is_meeting and kind(node) in ("add", "cat"):
@@ -666,7 +661,7 @@ class _Dissection:
         table, width = self._table(tokens), size(self.graph.output)[-1]
         name = self.graph.names.get(table)
         if name is not None and width == self.width:
-            raise NoHead(message, name, self.graph.output)
+            raise NoHead(message, name, self.graph.places(self.graph.output))
         hidden = self._last_hidden(tokens)
         if name is not None and width == size(table)[0] and hidden is not None:
             head = self.graph.live_between([self.graph.output], [hidden])
@@ -681,7 +676,7 @@ class _Dissection:
     def _last_hidden(self, tokens: Node) -> Node | None:
         """Return the last node of hidden states (B, T, C) from which alone the output follows."""
         shape = (*self.graph.shape, size(tokens)[-1])
-        found = [n for n, is_meeting in self._below(tokens) if is_meeting and size(n) == shape]
+        found = [n for n in meetings(self.graph, tokens) if size(n) == shape]
         after_attention = [n for n in found if self.graph.ancestors[n] & self.index.mixers]
         return after_attention[-1] if after_attention else None
 

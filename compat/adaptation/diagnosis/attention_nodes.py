@@ -26,6 +26,7 @@ from compat.adaptation.tracing.graph import (
     kind,
     live_inputs,
     live_users,
+    meetings,
     random_values,
     size,
 )
@@ -106,18 +107,8 @@ def nodes_of_blocks(graph: Graph, width: int) -> Span | None:
     if not sums:
         return None
     start = min(live_inputs(graph, sums[0]), key=graph.order.__getitem__)
-    *_, end = (node for node in _meetings(graph, start) if node is start or node in sums)
+    *_, end = (node for node in meetings(graph, start) if node is start or node in sums)
     return Span(start, end, graph.live_between([end], [start])) if end is not start else None
-
-
-def _meetings(graph: Graph, node: Node) -> Iterator[Node]:
-    """Yield the nodes that all paths from a node to the output contain."""
-    users = {node}
-    while users:
-        node = min(users, key=graph.order.__getitem__)
-        if len(users) == 1:
-            yield node
-        users = users - {node} | {*live_users(graph, node)}
 
 
 class _Search:
@@ -190,8 +181,8 @@ class _Search:
 
     def _end(self, mixes: Node, mixed: set[Node]) -> Node | None:
         """Return the last hidden states before the residual sum that mixed tokens compute alone."""
-        meetings = (node for node in _meetings(self.graph, mixes) if size(node) == self.shape)
-        node = end = next(meetings, None)
+        hidden = (node for node in meetings(self.graph, mixes) if size(node) == self.shape)
+        node = end = next(hidden, None)
         projected = False
         while node is not None:
             is_projection = node in self.index.projections

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -403,6 +403,21 @@ def reads_parameter(graph: Graph, node: Node) -> bool:
 def live_users(graph: Graph, node: Node) -> list[Node]:
     """Return the operations that read a node and depend on the ids."""
     return [user for user in node.users if user in graph.live]
+
+
+def below(graph: Graph, start: Node) -> Iterator[tuple[Node, bool]]:
+    """Yield what depends on a node, in order, and whether all paths from it meet there."""
+    users = {*live_users(graph, start)}
+    while users:
+        node = min(users, key=graph.order.__getitem__)
+        yield node, len(users) == 1
+        users = users - {node} | {*live_users(graph, node)}
+
+
+def meetings(graph: Graph, start: Node) -> Iterator[Node]:
+    """Yield the nodes that all paths from a node to the output contain, itself first."""
+    yield start
+    yield from (node for node, is_meeting in below(graph, start) if is_meeting)
 
 
 def _execute(node: Node, env: Values, double: bool) -> Any:
