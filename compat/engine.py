@@ -64,7 +64,7 @@ class Engine:
         dtype: "float32", "bfloat16", or "int8": 8-bit weights, bfloat16 keys and values, and the
             rest in float32.
         device: the device. On the CPU the kernels are selected by measurement; other devices use
-            torch's own.
+            torch's own. On a CUDA device, decode steps are captured as CUDA graphs.
         max_batch: largest number of sequences that are decoded together; kernels are selected for
             it. None: any number, with kernels for one sequence.
         speculate: speculative decoding of a single sequence. Draft tokens come from the same
@@ -184,7 +184,7 @@ class Engine:
             embedding = read(EMBEDDING)[0].to(stored), read(POSITIONS)[0].to(stored)
             if not is_quantized:
                 read = without_outliers(config, embedding, read)
-            kind, in_order = transformer_class(pack), checkpoint is None
+            kind, in_order = transformer_class(pack, target), checkpoint is None
             return kind(config, embedding, read, pack, ACTIVATIONS[precision], in_order)
 
         if is_int8 and cache:

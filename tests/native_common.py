@@ -62,7 +62,9 @@ def transformer_with(pack: Pack, folder: Path, dtype: str) -> Any:
         return [checkpoint.read(name)]
 
     activations = kernels.ACTIVATIONS.get(dtype, torch.float64)
-    return transformer_class(pack)(checkpoint.config, embedding, read, pack, activations)
+    return transformer_class(pack, torch.device("cpu"))(
+        checkpoint.config, embedding, read, pack, activations
+    )
 
 
 def by_torch(folder: Path, dtype: str = "float32", int8: Pack = Int8TwoTerm) -> Transformer:

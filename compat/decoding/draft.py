@@ -68,7 +68,7 @@ def in_8_bits(model: Transformer, pack: Pack, read: Read | None = None) -> Trans
     embedding = model.wte, model.wpe
     if read is None:
         read = without_outliers(model.config, embedding, weights_of(model))
-    kind = transformer_class(pack)
+    kind = transformer_class(pack, model.device)
     return kind(model.config, embedding, read, pack, torch.float32, in_order=False)
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from compat import layers
 from compat.config import GPT2Config
+from compat.decoding.cuda_graphs import CudaTransformer
 from compat.decoding.decoder import Decoder, HasDecoder
 from compat.decoding.matrices import Blas
 from compat.decoding.plain import PlainDecoder
@@ -30,6 +31,8 @@ from compat.dialects import DIALECTS, Model, conv1d, dialect_of, linear
 from compat.errors import GenerationError
 from compat.name_map import all_parameters
 from compat.ops import Transpose
+
+DEVICES = ("cpu", "cuda")  # on which the fast path is faster than the model's own forward
 
 
 def decoder_of(model: Model | HasDecoder) -> Decoder:
@@ -52,9 +55,9 @@ def decoder_of(model: Model | HasDecoder) -> Decoder:
             "load_pretrained or an Engine. Build Engine(model, name_map=…, config=…) for a module "
             "of your own."
         )
-    kinds = {(tensor.dtype, tensor.device.type) for tensor in model.parameters()}
-    on_cpu = len(kinds) == 1 and kinds.pop()[1] == "cpu"  # the fast path is only faster there
-    if on_cpu and is_unmodified(model):
+    kinds = {(tensor.dtype, tensor.device) for tensor in model.parameters()}
+    is_fast = len(kinds) == 1 and kinds.pop()[1].type in DEVICES
+    if is_fast and is_unmodified(model):
         return StaticDecoder(transformer_of(model))
     return PlainDecoder(model)
 
@@ -78,7 +81,8 @@ def transformer_of(model: Model) -> Transformer:
         return [tensor.t() for tensor in tensors] if transposed else tensors
 
     (wte,), (wpe,) = read("wte.weight"), read("wpe.weight")
-    return Transformer(config, (wte, wpe), read, Blas, wte.dtype)
+    kind = CudaTransformer if wte.is_cuda else Transformer
+    return kind(config, (wte, wpe), read, Blas, wte.dtype)
 
 
 # Detection of modified models
@@ -110,7 +114,7 @@ def _is_intercepted() -> bool:
     modes = [*modes, *_get_current_dispatch_mode_stack()]
     return (
         any(type(mode) is not DeviceContext for mode in modes)
-        or torch.is_autocast_enabled("cpu")
+        or any(map(torch.is_autocast_enabled, DEVICES))
         or any(
             value
             for name, value in vars(torch_module).items()

@@ -81,7 +81,7 @@ TOO_SLOW = 8  # times the fastest candidate's first decode step, which may inclu
 
 
 def fastest(precision: str, rows: int, threads: int, device: torch.device = CPU) -> Pack:
-    """Select the fastest candidate that works on this machine; on an accelerator, the first.
+    """Select the fastest candidate that works on this machine; on an accelerator, the last.
 
     If the machine was otherwise idle (`was_idle`) and a second measurement agrees, the choice is
     cached on disk. Otherwise it is valid for a minute in this process, and engines that are built
@@ -94,7 +94,7 @@ def fastest(precision: str, rows: int, threads: int, device: torch.device = CPU)
         device: the device of the weights.
     """
     if device != CPU:
-        return next(iter(_working(precision, device).values()))
+        return CANDIDATES[precision][-1]
     candidates = {pack.__name__: pack for pack in CANDIDATES[precision]}
     key = f"{_machine()}, {threads} threads, {precision}, {rows} rows: {', '.join(candidates)}"
     with _measuring:
@@ -126,8 +126,8 @@ if hasattr(os, "register_at_fork"):
 
 
 @cache
-def _working(precision: str, device: torch.device) -> dict[str, Pack]:
-    candidates = (pack for pack in CANDIDATES[precision] if works(pack, precision, device))
+def _working(precision: str) -> dict[str, Pack]:
+    candidates = (pack for pack in CANDIDATES[precision] if works(pack, precision))
     return {pack.__name__: pack for pack in candidates}
 
 
@@ -137,7 +137,7 @@ def _remembered_or_measured(
     known = _read_memory()
     if known.get(key) in candidates and works(candidates[known[key]], precision):
         return _Choice(known[key], math.inf)
-    working = _working(precision, CPU)
+    working = _working(precision)
     name, idle = _measured(precision, rows, working)
     if not idle or (name, True) != _measured(precision, rows, working):
         return _Choice(name, time.monotonic() + REMEASURE_AFTER)
@@ -173,14 +173,14 @@ def clear_choices() -> None:
     _working.cache_clear()
 
 
-def works(pack: Pack, precision: str, device: torch.device = CPU) -> bool:
-    """Return whether a kernel runs on the device and its products or decode steps are right."""
+def works(pack: Pack, precision: str) -> bool:
+    """Return whether a kernel runs on this machine and its products or decode steps are right."""
     draw = partial(torch.randn, generator=torch.Generator(CPU).manual_seed(0), device=CPU)
     weight, x, bias = draw(64, 96), draw(3, 64), draw(96)
     expected = x.double() @ weight.double() + bias.double()
-    w, b, inputs = (tensor.to(device, ACTIVATIONS[precision]) for tensor in (weight, bias, x))
+    w, b, inputs = (tensor.to(ACTIVATIONS[precision]) for tensor in (weight, bias, x))
     try:
-        found = pack(w, b)(inputs).cpu().double()
+        found = pack(w, b)(inputs).double()
     except Exception:  # operator removed, or unsupported on this CPU
         return False
     if _relative(found, expected) >= TOLERANCE[precision]:
@@ -230,7 +230,9 @@ def _random_transformers(
         return [drawn[own].clone()] if own in drawn else []
 
     with torch.no_grad():
-        return [transformer_class(pack)(config, embedding, read, pack, dtype) for pack in packs]
+        return [
+            transformer_class(pack, CPU)(config, embedding, read, pack, dtype) for pack in packs
+        ]
 
 
 def seconds(packs: Sequence[Pack], dtype: torch.dtype, rows: int, repeats: int = 5) -> list[float]:

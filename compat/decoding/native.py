@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from compat.checkpoint.packed import Quantized
+from compat.decoding.cuda_graphs import CudaTransformer
 from compat.decoding.matrices import Int8, Linear, Pack, WithOutliers, empty_weight
 from compat.decoding.native_library import NativeError, library
 from compat.decoding.native_model import GELU_ERF, ROWS_AT_ONCE, TANH, NativeModel, Unsupported
@@ -79,8 +80,10 @@ NATIVE: tuple[Pack, ...] = (
 )  # fmt: skip
 
 
-def transformer_class(pack: Pack) -> type[Transformer]:
+def transformer_class(pack: Pack, device: torch.device) -> type[Transformer]:
     """Return the class of transformer that is fastest with weights packed this way."""
+    if device.type == "cuda":
+        return CudaTransformer
     return NativeTransformer if pack in NATIVE else Transformer
 
 

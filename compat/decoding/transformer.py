@@ -118,8 +118,9 @@ class Block(nn.Module):
             index: the indices of the new positions in `into`, or `...`.
             seen: the keys and values (2, B, H, S, D) to which the tokens may attend, including the
                 new ones.
-            mask: True where a token may attend, (T, S) or (B, 1, 1, S). If it is None, either T is
-                1, or all positions are new and attention is causal.
+            mask: (T, S) or (B, 1, 1, S), True where a token may attend, or numbers that are added
+                to the scores. If it is None, either T is 1, or all positions are new and attention
+                is causal.
         """
         M, B = len(x), into.shape[1]
         qkv = self.c_attn(self.ln_1(x)).to(into.dtype)  # (B·T, 3C)
@@ -213,7 +214,7 @@ class Transformer(nn.Module):
             tokens: the token ids (B, T).
             kv: the cache of the positions before `start`, see `Cache.kv`.
             start: the position of the first token; positions (B,) with T = 1 for sequences of
-                different lengths.
+                different lengths, all of them below the positions of `kv`.
         """
         B, T = tokens.shape
         into: Any = kv
@@ -226,7 +227,7 @@ class Transformer(nn.Module):
                 mask = self.causal[positions, :S]
             into, index = kv[index].unbind(0), ...  # one slice instead of one for each layer
         else:
-            S, positions = int(start.max()) + 1, start[:, None]
+            S, positions = kv.shape[-2], start[:, None]
             rows = torch.arange(B, device=self.device)[:, None, None]
             heads = torch.arange(self.config.n_head, device=self.device)[:, None]
             index = (slice(None), rows, heads, positions[:, None])
@@ -271,14 +272,15 @@ class Transformer(nn.Module):
 
     def next_logits(self, tokens: Tensor, cache: Cache, start: int | Tensor) -> Tensor:
         """Decode step: return float32 logits (B, V) of the token after each of `tokens` (B,)."""
-        return self.logits(self(tokens[:, None], cache.kv, start)[:, 0])
+        kv = cache.kv if isinstance(start, int) else cache.kv[..., : int(start.max()) + 1, :]
+        return self.logits(self(tokens[:, None], kv, start)[:, 0])
 
     def why_not_finite(self, context: Sequence[int]) -> str:
         """Return the error message for non-finite logits after a context."""
 
         def run() -> Tensor:  # by the modules, in one pass, whatever a subclass does
-            ids = torch.tensor([context], device=self.device)
-            hidden = Transformer.forward(self, ids, self.new_cache(1).kv, 0)
+            ids, cache = torch.tensor([context], device=self.device), self.new_cache(1)
+            hidden = Transformer.forward(self, ids, cache.kv, 0)
             return Transformer.logits(self, hidden)
 
         found = first_not_finite(self, expand_taps(TAPS, self.config.n_layer), run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from compat.checkpoint.checks import all_finite
 from compat.decoding import Choose, NotFiniteError
+from compat.decoding.cuda_graphs import capture_lock
 from compat.errors import GenerationError, short_repr
 from compat.generation.checks import check_token_ids, is_finite, is_integer
 
@@ -127,7 +129,8 @@ class Sampling:
             if scores.is_cpu:  # NumPy's argmax is ten times as fast as torch's
                 return torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
             return scores.argmax(dim=-1)
-        drawn = torch.multinomial(self.probabilities(scores), 1, generator=generator)
+        with capture_lock if scores.is_cuda else nullcontext():
+            drawn = torch.multinomial(self.probabilities(scores), 1, generator=generator)
         return drawn.squeeze(1)
 
     def preview(self, generator: torch.Generator | None = None) -> Choose:

@@ -12,7 +12,7 @@ import typer
 from benchmarks import generate_table, plot
 from benchmarks.common import JsonOption, RunsOption, checkpoint_folder
 from benchmarks.measurements import Measurements
-from benchmarks.peers import PEERS, Peer
+from benchmarks.peers import BOTH, PEERS, Peer
 from benchmarks.targets import targets_of
 from compat.errors import listed
 
@@ -28,6 +28,9 @@ ShapesOption = Annotated[
 PlotOption = Annotated[
     Path | None, typer.Option("--plot", dir_okay=False, help="Write an SVG chart of the speeds.")
 ]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="cpu, or cuda for the libraries that run there.")
+]
 QuickOption = Annotated[
     bool, typer.Option("--quick", help="One run, fewer tokens, and batches of up to 8.")
 ]
@@ -40,6 +43,7 @@ def generate_command(
     as_json: JsonOption = False,
     plot_file: PlotOption = None,
     quick: QuickOption = False,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Measure the speed and memory of generation, in turns with other libraries.
 
@@ -50,13 +54,13 @@ def generate_command(
     - prefill: tokens per second of a prompt of 512 tokens.
     - first: from the start of the process to its first token.
     - growth: the time of a token late in the context over that of an early one.
-    - peak: resident memory with one sequence.
+    - peak: resident memory with one sequence; on a GPU, the memory allocated there.
     """
-    chosen = choose(peers)
+    chosen = choose(peers, device)
     results = []
     for shape in shapes.split(","):
         with checkpoint_folder(shape) as source, TemporaryDirectory() as files:
-            measurements = Measurements(Path(source), Path(files), runs, quick)
+            measurements = Measurements(Path(source), Path(files), runs, quick, device)
             result = {"model": shape, **measurements.measure(chosen)}
         targets = targets_of(shape, result["rows"])
         results.append({**result, "targets": [target.to_json() for target in targets]})
@@ -68,12 +72,15 @@ def generate_command(
         print(json.dumps(results, indent=2))
 
 
-def choose(names: str) -> list[Peer]:
-    """Select rows and families by name, with the stand-ins of a selected row."""
+def choose(names: str, device: str) -> list[Peer]:
+    """Select rows and families by name that run on the device, with their stand-ins."""
     wanted = {name.strip() for name in names.split(",")}
     rows = [peer.name for peer in PEERS if not peer.instead_of]
     if unknown := sorted(wanted - {*FAMILIES, *rows}):
         raise typer.BadParameter(
             f"--peers has {listed(unknown)}, but the names are {listed([*FAMILIES, *rows], 99)}"
         )
-    return [peer for peer in PEERS if wanted & {peer.family, peer.name, peer.instead_of}]
+    if device not in BOTH:
+        raise typer.BadParameter(f"--device is {device}, but must be {' or '.join(BOTH)}")
+    here = [peer for peer in PEERS if device in peer.devices]
+    return [peer for peer in here if wanted & {peer.family, peer.name, peer.instead_of}]

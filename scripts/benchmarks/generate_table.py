@@ -81,7 +81,8 @@ def caption(result: dict[str, Any]) -> str:
     """Return how the table was measured, and how the memory limit follows."""
     distinct = [row["distinct_tokens"] for row in result["rows"] if "distinct_tokens" in row]
     lines = [
-        f"medians of {result['runs']} runs in turns, threads: {result['threads']}; "
+        f"medians of {result['runs']} runs in turns on {result['device']}, "
+        f"threads: {result['threads']}; "
         "same tokens: leading ones equal to transformers' in float32",
         f"at most: {result['weights'] / 1e6:.0f} million weights for each token, "
         f"read at {result['bandwidth'] / 1e9:.1f} GB/s, as measured",

@@ -53,8 +53,11 @@ class Row:
 class Measurements:
     """The checkpoint and converted files of one model, and the settings of its measurement."""
 
-    def __init__(self, source: Path, files: Path, runs: int, quick: bool) -> None:
+    def __init__(
+        self, source: Path, files: Path, runs: int, quick: bool, device: str = "cpu"
+    ) -> None:
         self.source, self.files, self.runs = source, files, 1 if quick else runs
+        self.device = device
         self.threads = torch.get_num_threads()
         self.new, self.batches = (QUICK_NEW, QUICK_BATCHES) if quick else (NEW, BATCHES)
 
@@ -75,6 +78,7 @@ class Measurements:
         found = [row.to_json() for row in rows]
         compare_tokens(found)
         result: dict[str, Any] = {"runs": self.runs, "threads": self.threads, "new": self.new}
+        result["device"] = device_name(self.device)
         result |= {"bandwidth": max(bandwidths), "weights": weights_per_token(self.source)}
         per_byte = {precision: max(bandwidths) / size for precision, size in BYTES.items()}
         result["limits"] = {p: rate / result["weights"] for p, rate in per_byte.items()}
@@ -101,12 +105,16 @@ class Measurements:
         files = self.files / peer.name.replace(" ", "-")
         request = {"file": peer.file, "kind": peer.kind, "source": str(self.source.resolve())}
         request |= {"files": str(files), "what": what, "started": time.time()}
-        request |= {"new": new, "batch": batch, "converts": peer.converts}
+        request |= {"new": new, "batch": batch, "converts": peer.converts, "device": self.device}
         return try_in_fresh_process(ONE_GENERATE, json.dumps(request), self.threads)
 
     def bandwidth(self) -> float:
-        found = try_in_fresh_process(ONE_BANDWIDTH, "", self.threads)
+        found = try_in_fresh_process(ONE_BANDWIDTH, self.device, self.threads)
         return float(found.get("bandwidth", "nan"))
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else device
 
 
 def weights_per_token(source: Path) -> int:

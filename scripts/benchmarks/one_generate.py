@@ -19,8 +19,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 PROMPT = 32
 
 
-def memory_peak() -> int:
-    """Return the peak memory of this process in bytes; only Linux reports it."""
+def memory_peak(device: str) -> int:
+    """Return the peak memory of this process in bytes; on the CPU only Linux reports it."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
 
@@ -69,7 +73,7 @@ def single(measured: Measured, request: dict[str, Any], n_positions: int) -> dic
         "early": early,
         "late": late,
         "growth": late / early,
-        "peak": memory_peak(),
+        "peak": memory_peak(request["device"]),
     }
 
 
@@ -91,6 +95,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         request["kind"],
         request["batch"],
         int(os.environ["OMP_NUM_THREADS"]),
+        *([request["device"]] if request["device"] != "cpu" else []),
     )
     measured = Measured(generate, config["vocab_size"])
     if request["what"] == "warm up":

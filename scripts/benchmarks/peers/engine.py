@@ -11,11 +11,13 @@ from benchmarks.peers import Generate
 from compat.engine import Engine
 
 
-def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
+def load(folder: Path, kind: str, batch: int, threads: int, device: str = "cpu") -> Generate:
     torch.set_num_threads(threads)
     dtype, _, given = kind.partition("+")
     speculate = None if given == "none" else given or "auto"
-    engine = Engine.from_pretrained(folder, dtype=dtype, max_batch=batch, speculate=speculate)
+    engine = Engine.from_pretrained(
+        folder, dtype=dtype, device=device, max_batch=batch, speculate=speculate
+    )
 
     def generate(prompts: list[list[int]], new: int, tick: Callable[[], None]) -> list[list[int]]:
         steps = []

@@ -11,9 +11,9 @@ from benchmarks.peers import Generate
 from compat import PlainBlocks, load_pretrained, stream
 
 
-def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
+def load(folder: Path, kind: str, batch: int, threads: int, device: str = "cpu") -> Generate:
     torch.set_num_threads(threads)
-    model = PlainBlocks(load_pretrained(folder, kind))
+    model = PlainBlocks(load_pretrained(folder, kind, device=device))
 
     def generate(prompts: list[list[int]], new: int, tick: Callable[[], None]) -> list[list[int]]:
         steps = []

@@ -1,4 +1,4 @@
-"""transformers, with torch's fused attention."""
+"""transformers, with torch's fused attention. The kind is its data type, and "+static" a cache."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ class Ticking(BaseStreamer):
         pass
 
 
-def load(folder: Path, kind: str, batch: int, threads: int) -> Generate:
+def load(folder: Path, kind: str, batch: int, threads: int, device: str = "cpu") -> Generate:
     torch.set_num_threads(threads)
+    dtype, _, cache = kind.partition("+")
     model = transformers.GPT2LMHeadModel.from_pretrained(
-        folder, dtype=getattr(torch, kind), attn_implementation="sdpa"
-    ).eval()
+        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+    )
+    model.eval().to(device)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    model.generation_config.cache_implementation = cache or None
 
     def generate(prompts: list[list[int]], new: int, tick: Callable[[], None]) -> list[list[int]]:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=device)
         done = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
