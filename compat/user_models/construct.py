@@ -234,11 +234,7 @@ def _call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str
 
 def _listed_entries(entries: Mapping[str, Any]) -> str:
     """Write `{"config": {"n": 1}, "dim": 2}` as `config.n=1, dim=2`."""
-    shown = {
-        name: _shown(value) if isinstance(value, type) or len(repr(value)) >= 60 else repr(value)
-        for name, value in flattened(entries).items()
-    }
-    return ", ".join(f"{name}={text}" for name, text in shown.items())
+    return ", ".join(f"{name}={_shown(value)}" for name, value in flattened(entries).items())
 
 
 def _shown(value: object) -> str:
@@ -248,4 +244,9 @@ def _shown(value: object) -> str:
         return f"{type(value).__name__}({entries})"
     if isinstance(value, nn.Module):
         return f"{type(value).__name__}(…)"
-    return value.__name__ if isinstance(value, (FunctionType, ModuleType, type)) else repr(value)
+    if isinstance(value, (FunctionType, ModuleType, type)):
+        return value.__name__
+    try:
+        return repr(value)
+    except Exception:  # the user's own method
+        return f"{type(value).__name__}(…)"

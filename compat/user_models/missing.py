@@ -7,6 +7,8 @@ used, such as `logger.info(…)`, does nothing in code that imports the library.
 attribute for training, as in `self.loss = Loss()`, returns an `Unknown`. Any other use raises the
 import error. A module of an installed library counts as missing too if it cannot be imported
 without another library, such as `torch.utils.tensorboard`.
+
+Lightning's module and the functions of flash-attn have stand-ins that compute the same.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError
@@ -261,6 +264,53 @@ class LightningModule(nn.Module):
         pass
 
 
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    **kwargs: Any,
+) -> Tensor:
+    """What flash-attn computes on a GPU, where it is missing: attention of (B, T, H, D).
+
+    Positions are aligned at the end, and a token attends to `window_size` others on each side; −1
+    is no limit. Softcaps and ALiBi are not computed.
+    """
+    more = kwargs.get("softcap") or kwargs.get("return_attn_probs")
+    if more or kwargs.get("alibi_slopes") is not None:
+        raise ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn")
+    T, S = q.shape[1], k.shape[1]
+    before, after = window_size[0], 0 if causal else window_size[1]
+    mask = None
+    if before >= 0 or after >= 0:
+        distance = torch.arange(S) - torch.arange(S - T, S)[:, None]  # (T, S)
+        mask = (distance <= after) if after >= 0 else torch.ones(T, S, dtype=torch.bool)
+        mask = mask & (distance >= -before) if before >= 0 else mask
+    is_causal = causal and before < 0 and T == S
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    context = F.scaled_dot_product_attention(
+        q, k, v, None if is_causal else mask, dropout_p, is_causal, scale=softmax_scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return context.transpose(1, 2)
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The same of (B, T, 3, H, D)."""
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **kwargs)
+
+
+STAND_INS: dict[str, Any] = {
+    "LightningModule": LightningModule,
+    "flash_attn_func": flash_attn_func,
+    "flash_attn_qkvpacked_func": flash_attn_qkvpacked_func,
+}
+
+
 class _MissingModule(ModuleType):
     @property
     def library(self) -> str:
@@ -269,11 +319,11 @@ class _MissingModule(ModuleType):
         is_missing = isinstance(sys.modules.get(package, self), _MissingModule)
         return package if is_missing else self.__name__
 
-    def __getattr__(self, name: str) -> type:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "LightningModule":
-            return LightningModule
+        if name in STAND_INS:
+            return STAND_INS[name]
         return _Missing(name, (), {"library": self.library})
 
 

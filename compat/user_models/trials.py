@@ -359,9 +359,10 @@ class Search:
     def _more_values(self) -> Iterator[dict[str, Any]]:
         """Yield the user's switches, and other values for single arguments and entries of configs.
 
-        A size may be None where only a script sets it, an attribute that is read with a default may
-        be one that other classes read, code that casts to bfloat16 needs such parameters, and the
-        number of heads may be written in the code, as in `x.view(B, T, 8, -1)`.
+        The name of a model may replace the sizes, a size may be None where only a script sets it,
+        an attribute that is read with a default may be one that other classes read, code that casts
+        to bfloat16 needs such parameters, and the number of heads may be written in the code, as in
+        `x.view(B, T, 8, -1)`.
         """
         yield self._own_switches(self.config)
         entries = self._entries()
@@ -372,6 +373,8 @@ class Search:
         for name in parameters_of(self.target):
             defaulted = {f"{name}.{entry}" for entry in reads(self.target, name).with_default}
             yield from (nested({entry: None}) for entry in sorted(defaulted & {*entries}))
+        presets = [name for name in entries if plain(last_part(name)) == "modeltype"]
+        yield nested(dict.fromkeys(presets))
         types = [name for name, value in entries.items() if value is torch.float32]
         yield arguments_with(dict.fromkeys(types, constant(torch.bfloat16)), self.config)
         optional = [name for name, p in parameters_of(self.target).items() if p.default is None]

@@ -1512,6 +1512,52 @@ def test_a_default_of_none_is_replaced_if_the_code_does_not_run_with_it(tmp_path
     )
 
 
+def test_a_models_name_that_replaces_the_sizes_is_left_out(tmp_path: Path) -> None:
+    """In minGPT, a config has either the name or the sizes; here, the name has precedence."""
+    source = """
+import dataclasses
+
+@dataclasses.dataclass
+class Config:
+    model_type: str = "gpt2"
+    n_layer: int = None
+    n_embd: int = None
+
+class GPT(Core):
+    def __init__(self, config: Config):
+        sizes = config.n_layer, config.n_embd
+        if config.model_type is not None and None not in sizes:
+            sizes = {"gpt2": (12, 768), "gpt2-medium": (24, 1024)}[config.model_type]
+        super().__init__(0, 0, config.n_embd, *sizes)
+        assert sizes[1] == config.n_embd
+
+    def forward(self, ids):
+        return ids
+"""
+    target = load_target(f"{written(tmp_path, source)}:GPT")
+    model, call = construct_with_call(target, CONFIG)
+    assert vars(model)["sizes"] == (0, 0, 24, 3, 24)
+    assert call.endswith("your code only runs with config.model_type=None")
+
+
+def test_a_config_that_cannot_be_printed_is_passed(tmp_path: Path) -> None:
+    source = """
+class Config:
+    def __init__(self, vocab_size=5, stop_tokens=None):
+        self.vocab_size, self.stop_tokens = vocab_size, stop_tokens
+
+    def __repr__(self):
+        return f"{self.vocab_size}, {list(self.stop_tokens)}"
+
+class GPT(Core):
+    def __init__(self, config: Config):
+        super().__init__(config.vocab_size, 0, 0, 0, 0)
+"""
+    target = load_target(f"{written(tmp_path, source)}:GPT")
+    model, call = construct_with_call(target, CONFIG)
+    assert vars(model)["sizes"][0] == 97 and call == "GPT(config=Config(…))"
+
+
 def test_a_number_of_heads_in_the_code_is_passed_if_it_runs_with_no_other(tmp_path: Path) -> None:
     view = "\n    def forward(self, ids):\n        ids.new_zeros(24).view(8, 24 // self.sizes[4])\n"
     source = gpt(", vocab_size, dim, heads", "vocab_size, 0, dim, 0, heads") + view
