@@ -37,7 +37,7 @@ from compat.parity.reference import Reference
 from compat.parity.report import InputResult, LogitsProof
 from compat.parity.run_modes import call_in_thread, in_form, plain_values, random_states, run_mode
 from compat.parity.state import state_digests
-from compat.user_code import exception_summary
+from compat.user_code import exception_summary, users_frames
 
 Call = Callable[[Tensor], Any]
 Find = Callable[[Any, Tensor], Tensor]
@@ -158,9 +158,13 @@ class _LogitsProver:
         except BaseException as raised:  # such as exit() in the user's code
             if item.optional:
                 return None
-            own = isinstance(raised, CompatError)  # the message says what the model returned
-            error = str(raised) if own else exception_summary(raised)
-            return InputResult(item.name, (B, T), error=error)
+            if isinstance(raised, CompatError):  # the message says what the model returned
+                return InputResult(item.name, (B, T), error=str(raised))
+            *_, last = [None, *users_frames(raised)]
+            file, line = (last.filename, last.lineno) if last else (None, None)
+            return InputResult(
+                item.name, (B, T), error=exception_summary(raised), file=file, line=line
+            )
         if logits.shape not in ((B, T, V), (B, 1, V)):
             error = f"the model returned {list(logits.shape)}, but must return {[B, T, V]}"
         elif self.reference.module_calls != calls:

@@ -40,12 +40,15 @@ class InputResult:
         input_shape: (B, T).
         logits: the difference at the worst position; None if the model did not return logits.
         error: what the model raised or returned instead.
+        file, line: where the user's code raised it, if it did.
     """
 
     name: str
     input_shape: tuple[int, int]
     logits: Difference | None = None
     error: str = ""
+    file: str | None = None
+    line: int | None = None
 
     @property
     def passed(self) -> bool:

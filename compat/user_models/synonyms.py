@@ -58,8 +58,9 @@ _PATTERNS = {
     "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh"
     r"|(n|num)?(kv|query|keyvalue)groups?",
     "n_layer": r".*(layers|blocks|decoders|stacks)(total)?"
-    r"|(n(?!orm)|num).*(layer|block|decoder|stack)|layer|(layer|block|decoder)s?(count|num|number|n)"
-    r"|(model|transformer|net|network)?depth|nl",
+    r"|(n(?!orm)|num).*(layer|block|decoder|stack)|layer|(layer|block|decoder)s?n"
+    r"|(decoder|transformer|attn|attention)?(layer|block|decoder)s?(count|num|number)"
+    r"|(model|decoder|transformer|net|network)?depth|nl",
     "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)pos(ition)?{_EMB}"
     r"|.*(num)?max(abs(olute)?)?pos(itions?)?|n(dec|enc)seq"

@@ -54,6 +54,17 @@ def test_a_forward_pass_without_gradients_is_reported(tiny: Path, tmp_path: Path
     assert "does not require grad" in found.message
 
 
+def test_a_tensor_that_the_backward_pass_needs_and_that_is_changed_in_place_is_reported(
+    tiny: Path, tmp_path: Path
+) -> None:
+    path, cls = edited(tmp_path, RESIDUAL, RESIDUAL.replace("x = x + ", "x += "))
+    adaptation = adapt(cls(), tiny)
+    assert adaptation.compatible
+    [found] = [f for f in adaptation.findings if f.severity != "info"]
+    assert (found.code, found.severity, found.file) == ("changed_in_place", "limit", str(path))
+    assert "x += " in (found.source_line or "") and "inplace operation" in found.evidence
+
+
 def test_a_correct_model_has_correct_gradients(tiny: Path) -> None:
     model = MyGPT2()
     adaptation = adapt(model, tiny)

@@ -289,6 +289,21 @@ MISTAKES: dict[str, tuple[Edits, str, str]] = {
         "time_shift",
         "x = torch.cat(",
     ),
+    "attention to the tokens before, shifted before the norm": (
+        [
+            (
+                "        x = self.norm1(x)\n",
+                f"        x = {PREVIOUS.format('x')}\n        x = self.norm1(x)\n",
+            )
+        ],
+        "time_shift",
+        "x = torch.cat(",
+    ),
+    "an assertion that texts are short": (
+        [("        B, T = ids.shape\n", "        B, T = ids.shape\n        assert T <= 20\n")],
+        "refused_input",
+        "assert T <= 20",
+    ),
     "ids moved by a start token": (
         [
             (

@@ -30,6 +30,8 @@ ADDITIONAL = {"rope": {"no_pos"}}  # mutations that are two deviations: wpe is r
 DRIFTS = {"eps_value", "eps_outside_sqrt"}  # a small one is within the calibrated bound
 # Codes that the catalogue inserts into fewer than two styles, and the test of each.
 FEW_STYLES = {
+    "changed_in_place": "test_gradients.py adds to the input of a norm",
+    "refused_input": "test_mistakes.py asserts that texts are short",
     "unexplained": "a difference without an explanation; no mutation may cause it",
     "unexamined": "an error in compat itself; test_adapt.py causes one",
     "n_embd_mismatch": "test_odd_models.py builds models of other widths",

@@ -716,7 +716,9 @@ def time_shift(layer: LayerAttention) -> Deviation | None:
     place = layer.graph.place(node)
     indirect = layer.attention.indirect and layer.formula is not None
     changes = layer.own_attention if indirect else None
-    return Deviation(f"h.{layer.i}.q", [place], {"found": found}, changes, evidence=SHIFTED)
+    norm, order = layer.context.places.named.get(f"h.{layer.i}.ln_1"), layer.graph.order
+    tap = "ln_1" if norm is not None and order[node] < order[norm.end] else "q"
+    return Deviation(f"h.{layer.i}.{tap}", [place], {"found": found}, changes, evidence=SHIFTED)
 
 
 def _distant(distance: int) -> str:

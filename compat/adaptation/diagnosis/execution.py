@@ -283,5 +283,16 @@ CODES.update(
         "Remove .detach(), .data or torch.no_grad() there, or correct the backward of a "
         "torch.autograd.Function.",
     ),
+    changed_in_place=Code(
+        "limit",
+        "the logits are GPT-2's, but no gradients can be computed, because a tensor that the "
+        "backward pass needs is changed in place",
+        "Write x = x + y instead of x += y.",
+    ),
+    refused_input=Code(
+        "breaks",
+        "{found}, on {input}, which GPT-2 accepts",
+        "Accept any number of sequences of up to {n_positions} ids.",
+    ),
     unexplained=Code("breaks", "{found}", "Compare the code before this tap with GPT-2's."),
 )

@@ -254,6 +254,10 @@ EXPLANATIONS = {
     "other_shape": "A tensor is loaded only into a parameter with as many rows and columns.",
     "unknown_part": "compat recognises the parts of a GPT-2 by how values are computed from one "
     "another. The weights of a part that it does not recognise are not loaded.",
+    "changed_in_place": "Autograd needs the values that an operation had as input, and raises an "
+    "exception if they were overwritten. The model can be used, but not trained.",
+    "refused_input": "A GPT-2 is called with texts of any length up to its context, and with any "
+    "number of them. Code that raises an exception on some of them cannot be compared there.",
     "unexplained": "The numbers differ, and none of the known deviations explains it.",
 }
 

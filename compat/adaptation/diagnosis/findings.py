@@ -21,7 +21,7 @@ from compat.adaptation.result import Finding, Severity
 from compat.adaptation.tracing.calling import Forward, MethodCalls, plain_kernels
 from compat.adaptation.tracing.graph import NAN_GUARDS, Place
 from compat.adaptation.tracing.plain_lists import PlainList
-from compat.adaptation.tracing.watched import detached_at
+from compat.adaptation.tracing.watched import changed_in_place_at, detached_at
 from compat.config import dtype_name
 from compat.errors import NameMapError, collapse_layers, listed
 from compat.name_map import NameMap
@@ -211,6 +211,12 @@ def leftovers(
     elif not report.passed:
         failed = logits.failed[0]
         B, T = failed.input_shape
+        if failed.line is not None:
+            values = {"found": failed.error, "input": f"{failed.name} ({B} × {T} ids)"}
+            values["n_positions"] = str(context.config.n_positions)
+            place, headline = Place(failed.file or "", failed.line), report.headline
+            refused = Deviation("logits", [place], values, evidence=headline, code="refused_input")
+            return [finding(refused)]
         message = (
             f"the model agrees with the reference on short random ids, but not on {failed.name} "
             f"({B} × {T} ids)"
@@ -312,8 +318,11 @@ def trained_wrongly(
             return []
     if not (proof.failed or proof.error):
         return []
-    lines = detached_at(model, call, ids)
-    values = {"found": proof.headline.rstrip(".")}
+    if "modified by an inplace operation" in proof.error:
+        lines = changed_in_place_at(model, call, ids)
+        deviation = Deviation(None, lines, evidence=proof.error, code="changed_in_place")
+        return [finding(deviation)]
+    lines, values = detached_at(model, call, ids), {"found": proof.headline.rstrip(".")}
     evidence = "confirmed: the gradients of the next-token loss were compared in float64"
     return [finding(Deviation(None, lines, values, evidence=evidence, code="wrong_gradient"))]
 

@@ -21,6 +21,7 @@ from compat.user_code import is_users
 from compat.user_models.eval_mode import eval_mode
 
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"}  # besides `add_`
 
 
 def detached_at(model: nn.Module, call: Forward, ids: Tensor) -> list[Place]:
@@ -32,6 +33,14 @@ def detached_at(model: nn.Module, call: Forward, ids: Tensor) -> list[Place]:
     with eval_mode(model), torch.enable_grad(), watch, suppress(Exception):
         call(model, ids)
     return list(dict.fromkeys(reversed(watch.places)))
+
+
+def changed_in_place_at(model: nn.Module, call: Forward, ids: Tensor) -> list[Place]:
+    """Return lines such as `x += y` that change a tensor with a gradient, the first one first."""
+    watch = _ChangedInPlace()
+    with eval_mode(model), torch.enable_grad(), watch, suppress(Exception):
+        call(model, ids)
+    return list(dict.fromkeys(watch.places))
 
 
 def attention_at(model: nn.Module, call: Forward, ids: Tensor) -> list[Place]:
@@ -100,6 +109,15 @@ class _Detached(_Watch):
         if cut and lost and (place := _users_line()) is not None:
             self.places.append(place)
         return result
+
+
+class _ChangedInPlace(_Watch):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name in IN_PLACE or (name.endswith("_") and not name.startswith("_"))
+        if in_place and args[0].requires_grad and (place := _users_line()) is not None:
+            self.places.append(place)
+        return func(*args, **(kwargs or {}))
 
 
 def _users_line() -> Place | None:
