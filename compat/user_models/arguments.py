@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError, listed
@@ -30,7 +30,7 @@ from compat.user_models.config_object import (
     merged,
     value_by_name,
 )
-from compat.user_models.entries import nested
+from compat.user_models.entries import PLAIN, nested
 from compat.user_models.synonyms import CONFIG_NAMES, SIZES, plain, role_of, symbols, takes_sizes
 from compat.user_models.usage import (
     compared_strings,
@@ -297,9 +297,10 @@ def missing_entries(
     if not isinstance(error, (KeyError, AttributeError)):
         return []
     key = error.args[0] if isinstance(error, KeyError) else error.name
-    read = {
-        name: value for name, value in arguments.items() if value is getattr(error, "obj", None)
-    }
+    owner = getattr(error, "obj", None)
+    if isinstance(owner, (tuple, list, Tensor, nn.Module, *PLAIN)):  # no config
+        return []
+    read = {name: value for name, value in arguments.items() if value is owner}
     return [
         f"{name}.{key}"
         for name, value in (read or arguments).items()

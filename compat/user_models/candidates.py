@@ -66,6 +66,8 @@ class Code:
         switches = [constant(False), constant(True)]
         if self.is_boolean(entry):
             return switches
+        if re.search(rf"{word}\s+is\s+(not\s+)?None\b", text):  # such as the path of a file
+            switches = [constant(None), *switches]
         if re.search(rf"{word}\s*:\s*float\b", text):
             return [constant(number) for number in (1.0, 0.0, 10000.0)]
         sizes = [of_role(role) for role in SIZE_ROLES]
@@ -80,6 +82,7 @@ class Code:
         if role := role_of_number(name, self._names):  # such as `head`
             others = [of_role(role), *others]
         is_number = re.search(rf"{word}\s*(:\s*int\b|[*/%])|[*/%]\s*{word}", text)
+        is_number = is_number or re.search("(size|dim|length|width|channels)$", plain(name))
         return others if is_number else [*switches, *others]
 
     def is_boolean(self, entry: str) -> bool:

@@ -35,7 +35,7 @@ _PATTERNS = {
     "activation_function": r"(hidden)?act(ivation)?(fn|function|type|name)?|nonlinearity|afn",
     "pre_norm": r"(is|use)?pre(layer)?(norm(ali[sz]ation)?|ln)|normfirst"
     r"|((en|de)coder)?normali[sz]ebefore",
-    "causal": r"(is|use)?causal(mask)?|masked",
+    "causal": r"(is|use|apply|with)?causal((self)?(attention|attn))?(mask(ing)?)?|masked",
     "residual": r"(with|use|has)?(residuals?|skip)(connections?)?",
     "device": r"device",
     "max_batch": r"max(imum)?(kv)?(cache)?batch(size)?",

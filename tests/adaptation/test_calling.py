@@ -161,6 +161,15 @@ class State(Plain):
         return state[0], state
 
 
+class Condition(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.of_condition = nn.Linear(11, 11), nn.Linear(3, 11, bias=False)
+
+    def forward(self, ids: Tensor, properties: Tensor) -> Tensor:
+        return self.table(ids) + self.of_condition(properties.float())[:, None]
+
+
 class Batch(Plain):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return self.table(batch["input_ids"]) * batch["attention_mask"][..., None]
@@ -184,6 +193,7 @@ class Last(Plain):
         PaddingId,
         Lengths,
         State,
+        Condition,
         Batch,
     ],
 )

@@ -1540,6 +1540,51 @@ class GPT(Core):
     assert call.endswith("your code only runs with config.model_type=None")
 
 
+def test_the_path_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+    source = """
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.loaded = False
+        if config.weights_from is not None:
+            self.wte = torch.load(config.weights_from)
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    target = load_target(f"{written(tmp_path, source)}:GPT")
+    model, call = construct_with_call(target, CONFIG)
+    assert vars(model)["loaded"] is False and "config.weights_from=None" in call
+
+
+def test_a_switch_without_which_alone_the_code_runs_is_turned_off(tmp_path: Path) -> None:
+    """The failing code reads an attribute that the config does not have off a tuple."""
+    source = """
+class Config:
+    def __init__(self, vocab_size=5, n_embd=4, use_streams=True):
+        self.vocab_size, self.n_embd, self.use_streams = vocab_size, n_embd, use_streams
+        self.width = n_embd
+
+class GPT(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+
+    def forward(self, ids):
+        x = self.wte(ids)
+        if self.config.use_streams:
+            pair = x, x
+            x = x.to(pair.width)
+        return x @ self.wte.weight.T
+"""
+    target = load_target(f"{written(tmp_path, source)}:GPT")
+    model, call = construct_with_call(target, CONFIG)
+    assert model(torch.arange(5)[None]).shape == (1, 5, 97)
+    assert "config.use_streams=False" in call
+
+
 def test_a_config_that_cannot_be_printed_is_passed(tmp_path: Path) -> None:
     source = """
 class Config:

@@ -433,6 +433,7 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
         (["vocab_size", "input_dim", "hidden_dim"], ["vocab_size", "n_embd", "d_inner"]),
         (["layers_num", "block_count", "N_stack"], ["n_layer", "n_layer", "n_layer"]),
         (["decoder_layers_num", "decoder_depth"], ["n_layer", "n_layer"]),
+        (["use_causal_attention_mask", "causal_mask"], ["causal", "causal"]),
         (["pre_normalization", "post_layer_norm"], ["pre_norm", "off"]),
         (["decoder_normalize_before"], ["pre_norm"]),
         (["sentence_length", "alphabet_size"], ["n_positions", "vocab_size"]),

@@ -282,6 +282,12 @@ def _ones(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.ones_like(ids)
 
 
+def _zeros(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return a vector of zeros for each sequence, as wide as the narrowest projection takes."""
+    widths = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
+    return torch.zeros(len(ids), min(widths, default=1))
+
+
 def _nothing_for_each_layer(model: nn.Module, ids: Tensor) -> list[None]:
     """Return an empty cache for each module of the longest list."""
     lists = [len(m) for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
@@ -308,7 +314,7 @@ VALUES: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("^use_|^output_", (_no,)),
     ("cache|past|kv|mems?$|memory|state", (_nothing, _nothing_for_each_layer)),
     ("mask", (_nothing, _ones)),
-    ("", (_nothing, _ids)),  # as for a decoder beside an encoder
+    ("", (_nothing, _ids, _zeros)),  # as for a decoder beside an encoder, or a condition
 )
 
 
