@@ -242,11 +242,11 @@ def _shown(value: object) -> str:
     if type(value).__repr__ is object.__repr__:
         entries = ", ".join(f"{name}={each!r}" for name, each in attributes(value).items())
         return f"{type(value).__name__}({entries})"
-    if isinstance(value, nn.Module):
-        return f"{type(value).__name__}(…)"
     if isinstance(value, (FunctionType, ModuleType, type)):
         return value.__name__
     try:
-        return repr(value)
+        text = repr(value)
     except Exception:  # the user's own method
-        return f"{type(value).__name__}(…)"
+        text = ""
+    long = isinstance(value, nn.Module) and len(text) >= 60
+    return text if text and not long else f"{type(value).__name__}(…)"
