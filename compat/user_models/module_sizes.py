@@ -43,6 +43,7 @@ from compat.user_models.synonyms import (
     value_of,
 )
 from compat.user_models.usage import (
+    assigned,
     embeddings,
     is_users_class,
     nodes_of,
@@ -302,14 +303,8 @@ def _roles_of_aliases(modules: Sequence[ModuleType]) -> dict[str, str]:
 
 def _assignments(module: ModuleType) -> Iterator[tuple[str, ast.expr]]:
     """Yield the names that a module assigns, also as `B, C = batch_size, n_embd`, with values."""
-    for node in tree_of(module).body:
-        match node:
-            case ast.Assign([ast.Name(name)], value):
-                yield name, value
-            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
-                for target, value in zip(targets, values, strict=True):
-                    if isinstance(target, ast.Name):
-                        yield target.id, value
+    pairs = (pair for node in tree_of(module).body for pair in assigned(node))
+    return ((target.id, value) for target, value in pairs if isinstance(target, ast.Name))
 
 
 def _positional(function: Any) -> list[str]:
