@@ -108,14 +108,57 @@ def test_relative_imports_within_a_package_are_resolved(
     assert vars(cls)["sizes"] == sizes
 
 
-def test_the_package_root_is_above_all_init_files(tmp_path: Path) -> None:
-    for folder in ("pack_d", "pack_d/inner"):
-        write(tmp_path / folder / "__init__.py", "")
-    write(tmp_path / "pack_d" / "parts.py", "SIZE = 7")
-    text = "import pack_d.parts\nfrom .. import parts\nfrom .near import SIZE\n" + GPT
-    write(tmp_path / "pack_d" / "inner" / "near.py", "from pack_d.parts import SIZE")
-    path = write(tmp_path / "pack_d" / "inner" / "gpt.py", text + "    sizes = SIZE, parts.SIZE")
-    assert vars(load_target(f"{path}:GPT"))["sizes"] == (7, 7)
+# Projects by what is true of them: the text of each file, of which the last one has the target.
+PROJECTS = {
+    "the package root is above all init files": {
+        "pack_d/__init__.py": "",
+        "pack_d/inner/__init__.py": "",
+        "pack_d/parts.py": "SIZE = 5",
+        "pack_d/inner/near.py": "from pack_d.parts import SIZE",
+        "pack_d/inner/gpt.py": "import pack_d.parts\nfrom .. import parts\n"
+        f"from .near import SIZE\n{GPT}    size = SIZE if SIZE == parts.SIZE else 0",
+    },
+    "a module does not hide the package that contains it": {
+        "own_net/own_net.py": "",
+        "own_net/parts.py": "SIZE = 5",
+        "own_net/gpt.py": f"from own_net.parts import SIZE\n{GPT}    size = SIZE",
+    },
+    "the folder of a package was renamed": {
+        "downloaded/parts.py": "from own_course.sizes import SIZE",
+        "downloaded/sizes.py": "SIZE = 5",
+        "downloaded/gpt.py": f"from own_course.parts import SIZE\n{GPT}    size = SIZE",
+    },
+    "modules beside a file are found if their package cannot be imported": {
+        "own_models/__init__.py": "from .gpt.sizes import SIZE\nfrom .gpt.model import GPT\n"
+        "from .other.model import Other\n",
+        "own_models/other/__init__.py": "from .model import Other\n",
+        "own_models/other/model.py": "from json import no_such_name as Other\n",
+        "own_models/gpt/__init__.py": "",
+        "own_models/gpt/sizes.py": "SIZE = 5\n",
+        "own_models/gpt/model.py": "import no_such_log\n"
+        f"from .sizes import SIZE\n{GPT}    size = SIZE",
+    },
+    "two files import each other": {
+        "own_part.py": "from own_gpt import SIZE\nPART = SIZE",
+        "own_gpt.py": f"SIZE = 5\nfrom own_part import PART\n{GPT}    size = PART",
+    },
+    # The package executes its module a second time, after the library was found to be missing.
+    "a module that needs a missing library is imported": {
+        "own/tools/tools.py": "import no_such_logger\nlog = no_such_logger.make()\n\n"
+        "def width():\n    return 5\n",
+        "own/tools/__init__.py": "from . import tools as _tools\nwidth = _tools.width\n"
+        "log = _tools.log\n",
+        "own/__init__.py": "",
+        "own/gpt.py": f"from .tools import width\n{GPT}    size = width()",
+    },
+}
+
+
+@pytest.mark.parametrize("case", PROJECTS)
+def test_modules_of_the_project_are_imported(tmp_path: Path, case: str) -> None:
+    for name, text in PROJECTS[case].items():
+        path = write(tmp_path / name, text)
+    assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
 @pytest.mark.parametrize("place", ["", "src"])
@@ -135,14 +178,6 @@ def test_imports_from_the_top_of_the_project_are_resolved(tmp_path: Path, place:
     check_refused(
         f"{other}:GPT", "No module named 'own_data'", "pip install own_data", "your project"
     )
-
-
-def test_a_module_does_not_hide_the_package_that_contains_it(tmp_path: Path) -> None:
-    write(tmp_path / "own_net" / "own_net.py", "")
-    write(tmp_path / "own_net" / "parts.py", "SIZE = 5")
-    text = f"from own_net.parts import SIZE\n{GPT}    size = SIZE"
-    path = write(tmp_path / "own_net" / "gpt.py", text)
-    assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
 @pytest.mark.parametrize(
@@ -178,14 +213,6 @@ def test_a_model_for_another_task_is_not_selected(tmp_path: Path, name: str) -> 
     assert chosen.__name__ == (name if name == "GPTWithMore" else "GPT")
 
 
-def test_a_package_whose_folder_was_renamed_is_found(tmp_path: Path) -> None:
-    write(tmp_path / "downloaded" / "parts.py", "from own_course.sizes import SIZE")
-    write(tmp_path / "downloaded" / "sizes.py", "SIZE = 5")
-    text = f"from own_course.parts import SIZE\n{GPT}    size = SIZE"
-    path = write(tmp_path / "downloaded" / "gpt.py", text)
-    assert vars(load_target(f"{path}:GPT"))["size"] == 5
-
-
 def test_a_library_with_a_module_named_like_an_own_file_is_not_a_renamed_package(
     tmp_path: Path,
 ) -> None:
@@ -217,25 +244,6 @@ def test_modules_that_hold_a_package_whose_import_failed_are_imported_again(
     assert vars(load_target(f"{path}:GPT"))["get"]() == 5
 
 
-def test_modules_beside_a_file_are_found_if_their_package_cannot_be_imported(
-    tmp_path: Path,
-) -> None:
-    package = tmp_path / "own_models"
-    for part in ("gpt", "other"):
-        (package / part).mkdir(parents=True)
-    init = (
-        "from .gpt.sizes import SIZE\nfrom .gpt.model import GPT\nfrom .other.model import Other\n"
-    )
-    write(package / "__init__.py", init)
-    write(package / "other" / "__init__.py", "from .model import Other\n")
-    write(package / "other" / "model.py", "from json import no_such_name as Other\n")
-    write(package / "gpt" / "__init__.py", "")
-    write(package / "gpt" / "sizes.py", "SIZE = 5\n")
-    text = f"import no_such_log\nfrom .sizes import SIZE\n{GPT}    size = SIZE"
-    path = write(package / "gpt" / "model.py", text)
-    assert vars(load_target(f"{path}:GPT"))["size"] == 5
-
-
 def test_a_class_that_trains_a_model_that_it_is_passed_is_not_selected(tmp_path: Path) -> None:
     trainer = """
 
@@ -251,13 +259,6 @@ class Trainer(nn.Module):
         return self(batch)
 """
     assert load_target(str(write(tmp_path / "own_trainer.py", GPT + trainer))).__name__ == "GPT"
-
-
-def test_two_files_may_import_each_other(tmp_path: Path) -> None:
-    write(tmp_path / "own_part.py", "from own_gpt import SIZE\nPART = SIZE")
-    text = f"SIZE = 5\nfrom own_part import PART\n{GPT}    size = PART"
-    path = write(tmp_path / "own_gpt.py", text)
-    assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
 def test_calls_of_a_missing_library_in_another_file_are_ignored_while_it_is_loaded(
@@ -490,19 +491,6 @@ def test_a_module_of_a_library_that_needs_a_missing_one_is_missing(
     path.write_text(f"{text}\n\nclass Logged(GPT):\n    log = Writer()()\n")
     check_refused(f"{path}:Logged", "own_lib")
     del sys.modules["own_lib"]
-
-
-def test_a_module_of_the_project_that_needs_a_missing_library_is_imported(tmp_path: Path) -> None:
-    """The package executes its module a second time, after the library was found to be missing."""
-    write(
-        tmp_path / "own" / "tools" / "tools.py",
-        "import no_such_logger\nlog = no_such_logger.make()\n\ndef width():\n    return 5\n",
-    )
-    init = "from . import tools as _tools\nwidth = _tools.width\nlog = _tools.log\n"
-    write(tmp_path / "own" / "tools" / "__init__.py", init)
-    write(tmp_path / "own" / "__init__.py", "")
-    path = write(tmp_path / "own" / "gpt.py", f"from .tools import width\n{GPT}    size = width()")
-    assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
 def test_a_notebook_without_imports_has_the_usual_ones(tmp_path: Path) -> None:
