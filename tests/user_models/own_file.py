@@ -19,11 +19,7 @@ def loaded(tmp_path: Path, source: str, name: str | None = "GPT") -> Any:
 
 
 def build(
-    tmp_path: Path,
-    source: str,
-    name: str | None = "GPT",
-    config: GPT2Config = CONFIG,
-    **how: Any,
+    tmp_path: Path, source: str, name: str | None = "GPT", config: GPT2Config = CONFIG, **how: Any
 ) -> Any:
     """Return the model of a file."""
     return construct(loaded(tmp_path, source, name), config, **how)

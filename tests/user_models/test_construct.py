@@ -181,11 +181,7 @@ def test_a_tokenizer_that_cannot_be_downloaded_has_the_size_of_the_checkpoint(
 
 @pytest.mark.parametrize(
     ("test", "expected"),
-    [
-        ("ffn == 'gelu'", "gelu"),
-        ("ffn.lower() in ('relu', 'gelu')", "gelu"),
-        ("ffn == 8", 96),
-    ],
+    [("ffn == 'gelu'", "gelu"), ("ffn.lower() in ('relu', 'gelu')", "gelu"), ("ffn == 8", 96)],
 )
 def test_an_argument_that_is_compared_with_a_string_is_not_a_size(
     tmp_path: Path, test: str, expected: object
