@@ -145,6 +145,20 @@ class Own(MyGPT):
     assert cls().part.built_for == (10, 5, 6, 12, 30, 5)
 
 
+def test_annotated_values_that_are_computed_from_sizes_are_updated(tmp_path: Path) -> None:
+    text = """
+from torch import nn
+
+n_embd: int = 10
+fused: int = 3 * n_embd
+
+class GPT(nn.Linear):
+    def __init__(self):
+        super().__init__(n_embd, fused)
+"""
+    assert build(tmp_path, text).weight.shape == (72, 24)
+
+
 def test_a_size_that_equals_another_one_has_its_role(tmp_path: Path) -> None:
     """Here, `head_size` is the width, and the module with the sizes contains only numbers."""
     (tmp_path / "sizes_as_numbers.py").write_text("n_embd = 10\nhead_size = n_embd\n")
