@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,13 @@ _MISSING = re.compile(
 _NO_GROUP = re.compile(
     "Default process group has not been initialized|KeyError: '(WORLD_SIZE|(LOCAL_)?RANK)'"
 )
-# Functions of torch.cuda that have nothing to do without a device.
-_IDLE = ("synchronize", "set_device", "reset_peak_memory_stats")
+# Functions of torch.cuda in the place of those that need a device.
+_IDLE: dict[str, Any] = {
+    "synchronize": lambda *_, **__: None,
+    "set_device": lambda *_, **__: None,
+    "reset_peak_memory_stats": lambda *_, **__: None,
+    "current_device": lambda: 0,
+}
 
 
 def on_available_device(run: Callable[[], Result]) -> tuple[Result, bool]:
@@ -48,36 +54,19 @@ def on_available_device(run: Callable[[], Result]) -> tuple[Result, bool]:
                 return on_available_device(run)
         if not _MISSING.search(str(error)):
             raise
-    with _OnCpu(), _idle_cuda():
+    with _OnCpu(), patch.multiple(torch.cuda, **_IDLE):
         return run(), True
 
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[None]:
     """Run the body in a process group of this process alone, and with torchrun's variables."""
-    before = dict(os.environ)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _idle_cuda() -> Iterator[None]:
-    """Let functions of torch.cuda do nothing, and call the current device number 0."""
-    before = {name: getattr(torch.cuda, name) for name in (*_IDLE, "current_device")}
-    for name in _IDLE:
-        setattr(torch.cuda, name, lambda *args, **kwargs: None)
-    torch.cuda.current_device = lambda: 0
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(torch.cuda, name, function)
+    with patch.dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 class _OnCpu(TorchFunctionMode):

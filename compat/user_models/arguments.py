@@ -24,12 +24,7 @@ from torch import Tensor, nn
 from compat.config import GPT2Config
 from compat.errors import AdaptError, listed
 from compat.user_code import MAKE_MODEL, translated
-from compat.user_models.config_object import (
-    ConfigMaker,
-    known_arguments,
-    merged,
-    value_by_name,
-)
+from compat.user_models.config_object import ConfigMaker, known_arguments, merged, value_by_name
 from compat.user_models.entries import PLAIN, nested
 from compat.user_models.synonyms import CONFIG_NAMES, SIZES, plain, role_of, symbols, takes_sizes
 from compat.user_models.usage import (

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -38,18 +39,14 @@ def constructed(
         MemoryError: the tensors are far larger than those of a model with the sizes of `config`.
     """
     values = [value for _, value in users_globals(target)]
-    lists: dict[Any, list[str]] = {
-        value: vars(value)["_tied_weights_keys"] for value in values
+    lists = {
+        value for value in values
         if is_users_class(value) and isinstance(vars(value).get("_tied_weights_keys"), list)
     }  # fmt: skip
-    for cls in lists:
-        cls._tied_weights_keys = {}
-    try:
-        with _NewTensors(config), _tokenizers(config):
-            model: Any = target(**arguments)
-    finally:
-        for cls, names in lists.items():
-            cls._tied_weights_keys = names
+    with contextlib.ExitStack() as undo, _NewTensors(config), _tokenizers(config):
+        for cls in lists:
+            undo.enter_context(patch.object(cls, "_tied_weights_keys", {}))
+        model: Any = target(**arguments)
     if type(model) in lists and getattr(model.config, "tie_word_embeddings", False):
         with contextlib.suppress(AttributeError, NotImplementedError):
             model.get_output_embeddings().weight = model.get_input_embeddings().weight
@@ -83,8 +80,7 @@ def _tokenizers(config: GPT2Config) -> Iterator[None]:
                 replaced = loading(present)
             else:
                 continue
-            setattr(place, attribute, replaced)
-            undo.callback(setattr, place, attribute, present)
+            undo.enter_context(patch.object(place, attribute, replaced))
         yield
 
 

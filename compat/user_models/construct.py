@@ -5,7 +5,7 @@ model cannot be built or called without it:
 
 1. `found_arguments` finds values by the names of the arguments and of the entries of configs.
 2. `Search.inferred` tries values for unknown and ambiguous names in small models.
-3. `Search.other_way` tries the user's own values, and other sizes.
+3. `Search.other_ways` tries the user's own values, and other sizes.
 
 Arguments that the caller sets are used in all steps.
 """
@@ -111,7 +111,7 @@ def construct_with_call(
         failure = error
     with _quietly():
         works = not failure and runs(model, config)
-        other = None if works else Search(target, config, kwargs).other_way()
+        other = None if works else next(Search(target, config, kwargs).other_ways(), None)
     if other is not None:
         sizes, own = other
         model, described = _built(target, sizes, merged(own, kwargs))
@@ -145,7 +145,7 @@ def found_by_trying(
     if isinstance(target, type):
         with _quietly(), contextlib.suppress(AdaptError, ModuleNotFoundError):
             own = merged(Search(target, config, own).inferred(), own)
-            other = None if runs else Search(target, config, own).other_way()
+            other = None if runs else next(Search(target, config, own).other_ways(), None)
             if other is not None and other[0] == config:
                 own, runs = merged(other[1], own), True
     return own if runs else None

@@ -7,8 +7,9 @@ import importlib.abc
 import linecache
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
+from typing import Any
 
 from compat.user_models.notebook import EDITED
 
@@ -46,20 +47,15 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = PathFinder.find_spec(name, path, target)
         if spec is None or spec.origin not in EDITED:
             return None
-        spec.loader = _Loader(spec.origin)
+        spec.loader = _Loader(name, spec.origin)
         return spec
 
 
-class _Loader(importlib.abc.SourceLoader):
+class _Loader(SourceFileLoader):
     """Compiles an edited text; without `path_stats`, no compiled file is read or written."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def get_filename(self, name: str) -> str:
-        return self.path
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        raise OSError(path)
 
     def get_data(self, path: str) -> bytes:
-        if path not in EDITED:
-            raise OSError(path)
-        return EDITED[path].encode()
+        return EDITED[path].encode() if path in EDITED else super().get_data(path)

@@ -27,6 +27,7 @@ from importlib.util import module_from_spec
 from itertools import islice
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -108,13 +109,12 @@ def _while_loading() -> Iterator[None]:
                 return "0"
             raise
 
-    importlib.metadata.version = version
     _loading.append(True)
     try:
-        yield
+        with patch.object(importlib.metadata, "version", version):
+            yield
     finally:
         _loading.pop()
-        importlib.metadata.version = installed
 
 
 def _missing_submodule(error: ImportError) -> str:

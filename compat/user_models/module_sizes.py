@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ from compat.user_models.synonyms import (
     value_of,
 )
 from compat.user_models.usage import (
+    assigned,
     embeddings,
     is_users_class,
     nodes_of,
@@ -52,7 +54,6 @@ from compat.user_models.usage import (
 
 # All threads share a module's globals, so only one thread at a time may change them.
 _LOCK = threading.RLock()
-_ABSENT = object()
 _GLOBAL = "LOAD_GLOBAL"  # the operation that reads a global name in a function
 MOST_ENTRIES = 500  # of a config; a larger dictionary is data, such as a vocabulary
 # The syntax of arithmetic with names, which can be computed again.
@@ -116,13 +117,13 @@ def _undefined_entries(
     found: list[tuple[str, dict[str, Any], str, Any]] = []
     for name, value in list(vars(module).items()):
         if isinstance(value, dict) and takes_sizes([key for key in value if isinstance(key, str)]):
-            read = _keys_read(name, modules, _entries_read)
+            read = _keys_read(name, modules, ast.Subscript)
             for key in sorted(read - {*value}):
                 role = role_of_number(key, [*read, *value])
                 if role and role in SIZES:
                     found.append((f'{name}["{key}"]', value, key, value_of(role, config)))
         elif is_users_class(type(value)) and not isinstance(value, (type, nn.Module)):
-            read = _keys_read(name, modules, _attributes_read)
+            read = _keys_read(name, modules, ast.Attribute)
             lacking = sorted(key for key in read if not hasattr(value, key))
             for key in lacking if hasattr(value, "__dict__") and takes_sizes(lacking) else ():
                 role = role_of(key)
@@ -132,31 +133,23 @@ def _undefined_entries(
     return found
 
 
-def _keys_read(
-    name: str,
-    modules: Sequence[ModuleType],
-    reads: Callable[[ast.Module], frozenset[tuple[str, str]]],
-) -> set[str]:
-    """Return the keys or attributes of a global name that the modules read."""
-    return {key for module in modules for owner, key in reads(tree_of(module)) if owner == name}
+def _keys_read(name: str, modules: Sequence[ModuleType], kind: type[ast.expr]) -> set[str]:
+    """Return the keys (of `ast.Subscript`) or attributes of a global name that the modules read."""
+    every = (found for module in modules for found in _names_read(tree_of(module)))
+    return {key for node, owner, key in every if (node, owner) == (kind, name)}
 
 
 @lru_cache(maxsize=64)  # a module is parsed once, and a model is built many times
-def _entries_read(tree: ast.Module) -> frozenset[tuple[str, str]]:
-    """Return the names and keys of all `NAME["key"]`."""
-    found = set()
+def _names_read(tree: ast.Module) -> frozenset[tuple[type[ast.expr], str, str]]:
+    """Return the kind, the name, and the key or attribute of all `NAME["key"]` and `NAME.key`."""
+    found = set[tuple[type[ast.expr], str, str]]()
     for node in ast.walk(tree):
         match node:
-            case ast.Subscript(ast.Name(name), ast.Constant(str(key))):
-                found.add((name, key))
+            case ast.Subscript(ast.Name(name), ast.Constant(str(key))) | ast.Attribute(
+                ast.Name(name), key
+            ):
+                found.add((type(node), name, key))
     return frozenset(found)
-
-
-@lru_cache(maxsize=64)
-def _attributes_read(tree: ast.Module) -> frozenset[tuple[str, str]]:
-    """Return the names and attributes of all `NAME.attribute`."""
-    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    return frozenset((a.value.id, a.attr) for a in attributes if isinstance(a.value, ast.Name))
 
 
 def _undefined(module: ModuleType, config: GPT2Config) -> dict[str, Any]:
@@ -310,14 +303,8 @@ def _roles_of_aliases(modules: Sequence[ModuleType]) -> dict[str, str]:
 
 def _assignments(module: ModuleType) -> Iterator[tuple[str, ast.expr]]:
     """Yield the names that a module assigns, also as `B, C = batch_size, n_embd`, with values."""
-    for node in tree_of(module).body:
-        match node:
-            case ast.Assign([ast.Name(name)], value):
-                yield name, value
-            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
-                for target, value in zip(targets, values, strict=True):
-                    if isinstance(target, ast.Name):
-                        yield target.id, value
+    pairs = (pair for node in tree_of(module).body for pair in assigned(node))
+    return ((target.id, value) for target, value in pairs if isinstance(target, ast.Name))
 
 
 def _positional(function: Any) -> list[str]:
@@ -382,18 +369,11 @@ def _replace(
     owner: dict[Any, Any] | type, name: str, value: object, undo: contextlib.ExitStack
 ) -> None:
     """Set an entry or a class attribute, and restore what it was when `undo` is closed."""
-    own = owner if isinstance(owner, dict) else vars(owner)
-    undo.callback(_write, owner, name, own.get(name, _ABSENT))
-    _write(owner, name, value)
-
-
-def _write(owner: dict[Any, Any] | type, name: str, value: object) -> None:
-    """Set an entry or a class attribute, or remove it if the value is _ABSENT."""
-    if isinstance(owner, dict) and value is _ABSENT:
-        del owner[name]
-    elif isinstance(owner, dict):
-        owner[name] = value
-    elif value is _ABSENT:
-        delattr(owner, name)
+    if isinstance(owner, type):
+        undo.enter_context(patch.object(owner, name, value))
+        return
+    if name in owner:
+        undo.callback(owner.__setitem__, name, owner[name])
     else:
-        setattr(owner, name, value)
+        undo.callback(owner.__delitem__, name)
+    owner[name] = value

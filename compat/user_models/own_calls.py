@@ -36,9 +36,10 @@ MOST_BYTES = 200_000  # of a file
 MOST_CALLS = 8
 # Sizes below it are often equal without being the same: 12 layers and 12 heads.
 DISTINCTIVE = 32
-_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+_OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv, ast.Div: operator.truediv, ast.Pow: operator.pow,
+    ast.USub: operator.neg, ast.Not: operator.not_,
 }  # fmt: skip
 _BUILTINS = (dict, list, tuple, set, int, float, len, range, partial, types.SimpleNamespace)
 _KNOWN = {"nn": nn, "torch": torch, **{each.__name__: each for each in _BUILTINS}}
@@ -165,10 +166,8 @@ class _Evaluation:
             case ast.Dict(keys, values) if all(isinstance(key, ast.Constant) for key in keys):
                 names = [str(key.value) for key in keys if isinstance(key, ast.Constant)]
                 return {n: self.named(n, v, names) for n, v in zip(names, values, strict=True)}
-            case ast.UnaryOp(ast.USub(), operand):
-                return -self.value(operand)
-            case ast.UnaryOp(ast.Not(), operand):
-                return not self.value(operand)
+            case ast.UnaryOp(op, operand) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](self.value(operand))
             case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
                 return _OPERATORS[type(op)](self.value(left), self.value(right))
             case ast.ListComp(each, [ast.comprehension(iter=items)]):

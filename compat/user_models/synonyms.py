@@ -137,21 +137,18 @@ _NEUTRAL: dict[str, Any] = {
     "dtype": torch.float32, "torchdtype": torch.float32, "paramdtype": torch.float32,
     "theta": 10000.0, "torch": torch, "nn": torch.nn,
 }  # fmt: skip
-_MASKED_SCORE = re.compile(
-    r"(mask(ing|ed)?)?(minus|neg(ative)?)inf(inity)?|mask(ing|ed)?(fill)?value"
-)
-_ROPE_BASE = re.compile("(rope|rotary).*(base|theta)")
-_ROPE_SHARE = re.compile("(partial)?rotary(pct|percent|percentage|factor|fraction)")
-# With one expert, a mixture of experts is an MLP.
-_EXPERTS = re.compile(
+_NEUTRAL_PATTERNS = {re.compile(pattern): value for pattern, value in {
+    # The score of masked tokens is finite, for code that multiplies it by the mask.
+    r"(mask(ing|ed)?)?(minus|neg(ative)?)inf(inity)?|mask(ing|ed)?(fill)?value": -1e9,
+    # With one expert, a mixture of experts is an MLP.
     r"(n|num|numberof)?(active|activated|routed|total|local|selected|shared)?(experts|topk)"
-    r"(num|count|active|used|per(tok|token))?|expert(num|count)|(moe|expert|router)(topk|k)"
-)
-# Lengths of the training.
-_TRAINING = re.compile(
+    r"(num|count|active|used|per(tok|token))?|expert(num|count)|(moe|expert|router)(topk|k)": 1,
+    # Lengths of the training.
     r"(n|num|max|total|training|train|warmup|decay|log|logging|eval|val|save|checkpoint)+"
-    r"(steps?|epochs?|iters?|iterations?|interval)"
-)
+    r"(steps?|epochs?|iters?|iterations?|interval)": 1,
+    "(rope|rotary).*(base|theta)": 10000.0,
+    "(partial)?rotary(pct|percent|percentage|factor|fraction)": 1.0,
+}.items()}  # fmt: skip
 # Names of the characters or words of a vocabulary, whose number the code takes.
 _SYMBOLS = re.compile(r"(all|unique)?(char(acter)?s|symbols|alphabet|charset|vocab(ulary)?|itos)")
 # Names of a constructor's config argument, and how the names of config classes end.
@@ -321,12 +318,8 @@ def neutral(name: str) -> tuple[bool, Any]:
 
     Most of these arguments do not affect the logits.
     """
-    if _MASKED_SCORE.fullmatch(plain(name)):
-        return True, -1e9  # finite, for code that multiplies it by the mask
-    if _EXPERTS.fullmatch(plain(name)) or _TRAINING.fullmatch(plain(name)):
-        return True, 1
-    if _ROPE_BASE.fullmatch(plain(name)):
-        return True, 10000.0
-    if _ROPE_SHARE.fullmatch(plain(name)):
-        return True, 1.0
-    return plain(name) in _NEUTRAL, _NEUTRAL.get(plain(name))
+    short = plain(name)
+    for pattern, value in _NEUTRAL_PATTERNS.items():
+        if pattern.fullmatch(short):
+            return True, value
+    return short in _NEUTRAL, _NEUTRAL.get(short)

@@ -333,8 +333,8 @@ class Search:
 
     # Other ways.
 
-    def other_way(self) -> tuple[GPT2Config, dict[str, Any]] | None:
-        """Return another width or other arguments with which the model runs, or None.
+    def other_ways(self) -> Iterator[tuple[GPT2Config, dict[str, Any]]]:
+        """Yield other widths or other arguments with which the model runs.
 
         Switches have the user's defaults, arguments whose default is None have a value, all
         arguments are those of a call of the user's, sizes have other meanings than their names, the
@@ -342,19 +342,17 @@ class Search:
         arguments, or the context is shorter.
         """
         config, C = self.config, self.config.n_embd
-        if self._runs_in(C, {}):  # other sizes are the reason, such as that of the context
-            return None if (own := self._shorter()) is None else (config, own)
-        with_more = (own for own in self._more_values() if own and self._runs_in(C, own))
-        for own in chain(with_more, self._as_called()):
-            return config, own
-        width = next((n for n in self._numbers(8, 4096) if self._runs_in(n, {})), None)
-        if width is not None:
-            return self._in_width(width, config), {}
-        with contextlib.suppress(AdaptError, ModuleNotFoundError):
-            sizes = self._sizes(self._arguments_in(config))
-            if found := arguments_with(self._reassigned(sizes), config):
-                return config, found
-        return None if (own := self._shorter()) is None else (config, own)
+        if not self._runs_in(C, {}):  # or else the reason is another size, such as the context's
+            with_more = (own for own in self._more_values() if own and self._runs_in(C, own))
+            yield from ((config, own) for own in chain(with_more, self._as_called()))
+            widths = (n for n in self._numbers(8, 4096) if self._runs_in(n, {}))
+            yield from ((self._in_width(width, config), {}) for width in widths)
+            with contextlib.suppress(AdaptError, ModuleNotFoundError):
+                sizes = self._sizes(self._arguments_in(config))
+                if found := arguments_with(self._reassigned(sizes), config):
+                    yield config, found
+        if own := self._shorter():
+            yield config, own
 
     def _more_values(self) -> Iterator[dict[str, Any]]:
         """Yield the user's switches, and other values for single arguments and entries of configs.
@@ -391,8 +389,8 @@ class Search:
             return self._with_entries(self._arguments_in(self.config))
         return {}
 
-    def _shorter(self) -> dict[str, Any] | None:
-        """Return a context with which alone the model runs; None if the code has no such size.
+    def _shorter(self) -> dict[str, Any]:
+        """Return a context with which alone the model runs; {} if the code has no such size.
 
         A mask may be shorter than the context, as where its size is that of a head. The token
         embedding may by mistake be as wide as the context is long.
@@ -401,12 +399,12 @@ class Search:
         names = [name for name in entries if role_of(last_part(name), entries) == "n_positions"]
         sizes = replace(self.config, n_layer=1)
         if not names or self._runs(sizes, {}, sizes):
-            return None
+            return {}
         for length in (SHORT, self.config.n_embd):
             own = nested(dict.fromkeys(names, length))
             if self._runs(sizes, own, replace(sizes, n_positions=length)):
                 return own
-        return None
+        return {}
 
     def _numbers(self, least: int, most: int) -> list[int]:
         """Return the integers in the user's code between these, the most common first."""

@@ -139,8 +139,8 @@ def _sections_in(tree: ast.Module) -> set[str]:
 def assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
     """Return the targets and values of a statement: two of `a, b = 1, 2`; none of other nodes."""
     match node:
-        case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
-            return [*zip(targets, values, strict=False)]
+        case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
+            return [*zip(targets, values, strict=True)]
         case ast.Assign([target], value) | ast.AnnAssign(target, _, ast.expr() as value):
             return [(target, value)]
     return []

@@ -16,25 +16,22 @@ import transformers
 from torch import nn
 
 from compat import AdaptError, GPT2Config
-from compat.user_models import construct, construct_with_call, load_target
+from compat.user_models import construct, construct_with_call
 from compat.user_models.eval_mode import eval_mode
+from tests.user_models import own_file
 from tests.user_models.constructors import CORE, DATACLASS, READ, STYLES, gpt
+from tests.user_models.own_file import CONFIG, loaded
 
-CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
 SIZES = (97, 32, 24, 3, 4)
 NOTHING = "1, 2, 3, 4, 5"
 
 
-def written(tmp_path: Path, source: str) -> Path:
-    path = tmp_path / "own.py"
-    path.write_text(CORE + source)
-    return path
+def build(tmp_path: Path, source: str, config: GPT2Config = CONFIG, **how: Any) -> Any:
+    return own_file.build(tmp_path, CORE + source, config=config, **how)
 
 
-def build(
-    tmp_path: Path, source: str, config: GPT2Config = CONFIG, name: str = "GPT", **how: Any
-) -> Any:
-    return construct(load_target(f"{written(tmp_path, source)}:{name}"), config, **how)
+def described(tmp_path: Path, source: str, **how: Any) -> tuple[Any, str]:
+    return own_file.described(tmp_path, CORE + source, **how)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -184,11 +181,7 @@ def test_a_tokenizer_that_cannot_be_downloaded_has_the_size_of_the_checkpoint(
 
 @pytest.mark.parametrize(
     ("test", "expected"),
-    [
-        ("ffn == 'gelu'", "gelu"),
-        ("ffn.lower() in ('relu', 'gelu')", "gelu"),
-        ("ffn == 8", 96),
-    ],
+    [("ffn == 'gelu'", "gelu"), ("ffn.lower() in ('relu', 'gelu')", "gelu"), ("ffn == 8", 96)],
 )
 def test_an_argument_that_is_compared_with_a_string_is_not_a_size(
     tmp_path: Path, test: str, expected: object
@@ -226,7 +219,7 @@ def build_gpt(torch, nn, vocab_size, max_len, config: TrainConfig):
 
     return GPT()
 """
-    target = load_target(str(written(tmp_path, source)))
+    target = loaded(tmp_path, CORE + source, None)
     assert target.__name__ == "build_gpt"
     model, call = construct_with_call(target, CONFIG)
     assert (len(model.blocks), model.pos.num_embeddings) == (3, 32)  # type: ignore[arg-type,union-attr]
@@ -298,13 +291,8 @@ def test_a_config_class_of_an_imported_module_is_used(tmp_path: Path) -> None:
 
 
 def test_globals_are_restored_if_the_constructor_raises(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(
-        CORE
-        + "n_embd = 384\nHP = {'n_head': 7}\n"
-        + gpt("", "", "raise ValueError(n_embd, HP['n_head'])")
-    )
-    cls = load_target(f"{path}:GPT")
+    sizes = "n_embd = 384\nHP = {'n_head': 7}\n"
+    cls = loaded(tmp_path, CORE + sizes + gpt("", "", "raise ValueError(n_embd, HP['n_head'])"))
     with pytest.raises(AdaptError, match=r"ValueError: \(24, 4\)"):
         construct(cls, CONFIG)
     module = vars(sys.modules[cls.__module__])
@@ -545,7 +533,6 @@ def test_keyboard_interrupt_is_not_caught(tmp_path: Path) -> None:
 
 
 def test_the_described_call_has_the_settings_of_the_users_config(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
     source = """
 CONFIG = {"emb_dim": 768, "n_layers": 12, "qkv_bias": False, "drop_rate": 0.5}
 
@@ -555,48 +542,34 @@ class GPT(nn.Module):
         self.linear = nn.Linear(cfg["emb_dim"], cfg["n_layers"], bias=cfg["qkv_bias"])
         self.drop = nn.Dropout(cfg["drop_rate"])
 """
-    path.write_text(CORE + source)
-    found = construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1]
-    call, own = found.split("; ")
+    call, own = described(tmp_path, source)[1].split("; ")
     assert call == "GPT(cfg={'emb_dim': 24, 'n_layers': 3, 'qkv_bias': True, 'drop_rate': 0.1})"
     assert own == "your CONFIG has qkv_bias=False"
-    sizes = {
-        "emb_dim": 24,
-        "n_layers": 3,
-        "qkv_bias": True,
-        "drop_rate": 0.1,
-        "notes": "long " * 50,
-    }
-    _, described = construct_with_call(load_target(f"{path}:GPT"), CONFIG, kwargs={"cfg": sizes})
-    call = described.split(";")[0]
+    sizes = {"emb_dim": 24, "n_layers": 3, "qkv_bias": True, "drop_rate": 0.1}
+    kwargs = {"cfg": {**sizes, "notes": "long " * 50}}
+    call = described(tmp_path, source, kwargs=kwargs)[1].split(";")[0]
     assert call.startswith("GPT(cfg={'emb_dim': 24, ") and len(call) < 212
     assert call.endswith("long long …)")
-    path.write_text(CORE + source.replace("False", "True"))
-    assert ";" not in construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1]
+    assert ";" not in described(tmp_path, source.replace("False", "True"))[1]
 
 
 def test_the_described_call_has_the_changed_defaults(tmp_path: Path) -> None:
     """Sizes and dropout, which are always the checkpoint's, are not described."""
-    path = tmp_path / "own.py"
-    path.write_text(
-        CORE
-        + """
+    source = """
 class GPT(nn.Module):
     def __init__(self, n_embd=768, n_layer=12, qkv_bias=False, dropout=0.5, eps=1e-6):
         super().__init__()
         self.linear = nn.Linear(n_embd, n_layer, bias=qkv_bias)
         self.norm, self.drop = nn.LayerNorm(n_embd, eps=eps), nn.Dropout(dropout)
 """
-    )
-    call, own = construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1].split("; ")
+    call, own = described(tmp_path, source)[1].split("; ")
     assert call == "GPT(n_embd=24, n_layer=3, qkv_bias=True, dropout=0.1, eps=1e-05)"
     assert own == "your default is qkv_bias=False and eps=1e-06"
 
 
 def test_a_model_that_runs_only_with_a_hardcoded_width_is_built_with_it(tmp_path: Path) -> None:
     """The described call states the width."""
-    path = tmp_path / "own.py"
-    path.write_text("""
+    source = """
 from torch import nn
 
 class GPT(nn.Module):
@@ -606,16 +579,16 @@ class GPT(nn.Module):
         self.wte, self.ln_f = nn.Embedding(vocab_size, n_embd), nn.LayerNorm(40)
     def forward(self, ids):
         return self.ln_f(self.wte(ids)) @ self.wte.weight.T
-""")
-    cls = load_target(f"{path}:GPT")
-    model, call = construct_with_call(cls, CONFIG)
-    assert vars(model)["sizes"] == (40, 4)
+"""
+    model, call = own_file.described(tmp_path, source)
+    assert model.sizes == (40, 4)
     assert call.endswith("; your code runs in width 40 and not in 24")
-    model, call = construct_with_call(cls, dataclasses.replace(CONFIG, n_embd=40))
-    assert vars(model)["sizes"] == (40, 4) and "width" not in call
-    path.write_text(path.read_text().replace("LayerNorm(40)", "LayerNorm(block_size + 1)"))
-    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)  # raises in other widths
-    assert vars(model)["sizes"] == (24, 4) and "width" not in call
+    wide = dataclasses.replace(CONFIG, n_embd=40)
+    model, call = own_file.described(tmp_path, source, wide)
+    assert model.sizes == (40, 4) and "width" not in call
+    source = source.replace("LayerNorm(40)", "LayerNorm(block_size + 1)")
+    model, call = own_file.described(tmp_path, source)  # raises in other widths
+    assert model.sizes == (24, 4) and "width" not in call
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -623,7 +596,6 @@ def test_sizes_with_names_that_usually_have_another_meaning_are_found(
     broken: bool, tmp_path: Path
 ) -> None:
     """Here, `head_size` is the number of heads. Code that never runs is built by its names."""
-    path = tmp_path / "own.py"
     source = """
 class GPT(nn.Module):
     def __init__(self, vocab_size, input_dim, head_size, hidden_dim):
@@ -639,16 +611,15 @@ class GPT(nn.Module):
         x = x + (v @ k.mT @ q).mT.reshape(*ids.shape, heads * width)
         return x @ self.wte.weight.T
 """
-    path.write_text(CORE + source.replace("+ (v", "+ x[..., 1:] + (v" if broken else "+ (v"))
-    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    source = source.replace("+ (v", "+ x[..., 1:] + (v" if broken else "+ (v")
+    model, call = described(tmp_path, source)
     heads, width = CONFIG.n_head, CONFIG.n_embd // CONFIG.n_head
-    assert vars(model)["sizes"] == ((width, CONFIG.d_inner) if broken else (heads, width))
+    assert model.sizes == ((width, CONFIG.d_inner) if broken else (heads, width))
     assert ("your code only runs with head_size" in call) is not broken
 
 
 def test_a_width_with_the_name_head_dim_is_found(tmp_path: Path) -> None:
     """Two arguments may be the width, like `d_in` and `d_out`."""
-    path = tmp_path / "own.py"
     source = """
 class GPT(nn.Module):
     def __init__(self, vocab_size, n_embd, head_dim):
@@ -659,9 +630,8 @@ class GPT(nn.Module):
     def forward(self, ids):
         return self.ln_f(self.wte(ids)) @ self.wte.weight.T
 """
-    path.write_text(CORE + source)
-    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
-    assert vars(model)["sizes"] == (24, 24) and call.endswith("only runs with head_dim=24")
+    model, call = described(tmp_path, source)
+    assert model.sizes == (24, 24) and call.endswith("only runs with head_dim=24")
 
 
 def test_the_config_class_with_all_read_names_is_used(tmp_path: Path) -> None:
@@ -686,16 +656,15 @@ class GPT(nn.Module):
         return self.wte(ids) @ self.wte.weight.T if not self.config.visible else None
 """
     source = source.replace("Base", "BaseConfig").replace("Own", "OwnConfig")
-    path = tmp_path / "own.py"
-    path.write_text(CORE + source)
-    model, _ = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
-    assert type(vars(model)["config"]).__name__ == "OwnConfig"
+    model, _ = described(tmp_path, source)
+    assert type(model.config).__name__ == "OwnConfig"
 
 
 def test_a_switch_keeps_its_default_if_the_code_runs_only_with_it(tmp_path: Path) -> None:
     """The default of the user is passed, and the described call states it."""
-    path = tmp_path / "own.py"
     source = """
+import dataclasses
+
 @dataclasses.dataclass
 class Config:
     vocab_size: int
@@ -713,18 +682,17 @@ class GPT(nn.Module):
             raise NotImplementedError
         return self.wte(ids) @ self.wte.weight.T
 """
-    path.write_text("import dataclasses\n" + CORE + source)
-    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
-    assert vars(model)["bias"] is False and model.training
+    model, call = described(tmp_path, source)
+    assert model.bias is False and model.training
     assert call.endswith("; your code only runs with config.bias=False")
-    path.write_text(path.read_text().replace("raise NotImplementedError", "pass"))
-    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
-    assert vars(model)["bias"] is True and call.endswith("; your Config has bias=False")
+    model, call = described(tmp_path, source.replace("raise NotImplementedError", "pass"))
+    assert model.bias is True and call.endswith("; your Config has bias=False")
 
 
 def test_a_switch_that_forward_reads_from_the_modules_config_is_set(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
     source = """
+import dataclasses
+
 @dataclasses.dataclass
 class Config:
     vocab_size: int = 5
@@ -744,8 +712,7 @@ class GPT(nn.Module):
         x = self.wte(ids)
         return (self.gate(x) if config.swiglu else x) @ self.wte.weight.T
 """
-    path.write_text("import dataclasses\n" + CORE + source)
-    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    model, call = described(tmp_path, source)
     assert hasattr(model, "gate") and call.endswith("only runs with config.swiglu=True")
 
 
@@ -754,18 +721,20 @@ def test_the_width_of_the_keys_is_that_of_one_head_or_of_all_heads(
     tmp_path: Path, width: str, expected: int
 ) -> None:
     """The number of parameters of the model decides."""
-    (tmp_path / "own.py").write_text(
-        "from torch import nn\n\nclass GPT(nn.Module):\n"
-        "    def __init__(self, vocab_size, block_size, n_embd, n_layer, n_head, n_key):\n"
-        "        super().__init__()\n        self.n_key = n_key\n"
-        "        self.wte = nn.Embedding(vocab_size, n_embd)\n"
-        "        self.wpe = nn.Embedding(block_size, n_embd)\n"
-        f"        layers = [nn.Linear(n_embd, 12 * ({width})) for _ in range(n_layer)]\n"
-        "        self.h = nn.ModuleList(layers)\n\n"
-        "    def forward(self, ids):\n        return self.wte(ids) @ self.wte.weight.T\n"
-    )
-    model = construct(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
-    assert vars(model)["n_key"] == expected
+    source = f"""
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, block_size, n_embd, n_layer, n_head, n_key):
+        super().__init__()
+        self.n_key = n_key
+        self.wte, self.wpe = nn.Embedding(vocab_size, n_embd), nn.Embedding(block_size, n_embd)
+        self.h = nn.ModuleList(nn.Linear(n_embd, 12 * ({width})) for _ in range(n_layer))
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    assert own_file.build(tmp_path, source).n_key == expected
 
 
 REPLACED = """
@@ -806,10 +775,9 @@ class GPT(nn.Module):
 def test_a_switch_that_nothing_replaces_keeps_its_default(
     tmp_path: Path, positions: str, norm: str, expected: tuple[bool, bool]
 ) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(REPLACED.format(positions=positions, norm=norm))
-    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
-    assert vars(model)["own"] == expected
+    source = REPLACED.format(positions=positions, norm=norm)
+    model, call = own_file.described(tmp_path, source)
+    assert model.own == expected
     assert ("found by trying" in call) is any(expected)
 
 
@@ -1046,14 +1014,12 @@ class GPT(nn.Module):
     def forward(self, ids):
         return self.layer(self.tok(ids))
 """
-    path = tmp_path / "own.py"
-    path.write_text(CORE + source)
-    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    model, call = described(tmp_path, source)
     x = torch.linspace(-3, 3, 9)
     expected = nn.functional.gelu(x, approximate="tanh")
     named = case in ("name", "name or function")
     expected = nn.functional.gelu(x) if case == "name of a module" else expected
-    assert torch.equal(model.layer(x), torch.tanh(x) if named else expected)  # type: ignore[operator]
+    assert torch.equal(model.layer(x), torch.tanh(x) if named else expected)
     passed = "'gelu'" if named else "gelu_new"
     passed = {"class": "new_gelu", "name of a module": "'GELU'"}.get(case, passed)
     assert call == f"GPT(vocab_size=97, d_model=24, activation={passed})"
@@ -1074,15 +1040,15 @@ class GPT(nn.Module):
 
 @pytest.mark.parametrize("where", ["config.yaml", "conf/gpt.yml", "../configs/model/small.json"])
 def test_a_config_is_read_from_a_file(tmp_path: Path, where: str) -> None:
-    file = tmp_path / "package" / where
-    (tmp_path / "package").mkdir()
+    package = tmp_path / "package"
+    package.mkdir()
+    file = package / where
     file.parent.mkdir(parents=True, exist_ok=True)
     model = {"vocab": 5, "width": 6, "ctx": 7, "norm": {"eps": 1e-3}, "act": "relu", "dropout": 0.5}
     file.write_text(json.dumps({"train": {"width": 1}, "model": model}))
-    cls = load_target(str(_written(tmp_path / "package" / "own.py", IN_A_FILE)))
-    built, described = construct_with_call(cls, CONFIG)
+    built, call = own_file.described(package, IN_A_FILE)
     assert built.wte.weight.shape == (97, 24) and built.norm.eps == 1e-3
-    assert built.other == "gelu" and f"your {file.name} has act='relu'" in described
+    assert built.other == "gelu" and f"your {file.name} has act='relu'" in call
 
 
 def test_an_argument_annotated_as_an_embedding_is_one(tmp_path: Path) -> None:
@@ -1168,25 +1134,19 @@ class GPT(Core):
 
 def test_a_file_with_other_names_is_not_a_config_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text('{"n_vocab": 5, "norm": {"eps": 1e-3}}')
-    cls = load_target(str(_written(tmp_path / "own.py", IN_A_FILE)))
     with pytest.raises(AdaptError, match=r"cfg\.norm"):
-        construct(cls, CONFIG)
+        own_file.build(tmp_path, IN_A_FILE, None)
 
 
 def test_a_config_above_the_top_folder_of_the_project_is_not_read(tmp_path: Path) -> None:
     model = {"vocab": 5, "width": 6, "ctx": 7, "norm": {"eps": 1e-3}, "act": "relu", "dropout": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(model))
-    (tmp_path / "project").mkdir()
-    path = _written(tmp_path / "project" / "own.py", IN_A_FILE)
-    construct(load_target(str(path)), CONFIG)
-    (tmp_path / "project" / "pyproject.toml").touch()
+    project = tmp_path / "project"
+    project.mkdir()
+    own_file.build(project, IN_A_FILE)
+    (project / "pyproject.toml").touch()
     with pytest.raises(AdaptError, match=r"cfg\.norm"):
-        construct(load_target(str(path)), CONFIG)
-
-
-def _written(path: Path, source: str) -> Path:
-    path.write_text(source)
-    return path
+        own_file.build(project, IN_A_FILE)
 
 
 def test_an_argument_with_the_name_of_a_class_is_an_instance_of_it(tmp_path: Path) -> None:
@@ -1209,17 +1169,14 @@ class Norm(nn.LayerNorm):
     def __init__(self, n_embd):
         super().__init__(n_embd)
 """
-    path = _written(tmp_path / "own.py", source)
-    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    model, call = own_file.described(tmp_path, source)
     assert call == "GPT(body=Body(…), norm=Norm(…), n_embd=24)"
     shapes = [tuple(p.shape) for p in model.parameters()]
     assert shapes == [(97, 24), (32, 24), (24,), (24,), (97, 24), (97,)]
-    path.write_text(source.replace("class Norm(", "class Norm2("))
     with pytest.raises(AdaptError, match="norm"):
-        construct(load_target(f"{path}:GPT"), CONFIG)
-    path.write_text(source.replace("__init__(self, n_vocab", "__init__(self, gpt, n_vocab"))
+        own_file.build(tmp_path, source.replace("class Norm(", "class Norm2("))
     with pytest.raises(AdaptError, match="RecursionError"):  # each class needs the other one
-        construct(load_target(f"{path}:GPT"), CONFIG)
+        own_file.build(tmp_path, source.replace("(self, n_vocab", "(self, gpt, n_vocab"))
 
 
 def test_a_closure_has_the_defaults_of_its_function(tmp_path: Path) -> None:
@@ -1233,7 +1190,7 @@ def make(vocab_size, n_embd, p=0.25, *, scale=3):
             self.wte, self.drop, self.scale = nn.Embedding(vocab_size, n_embd), nn.Dropout(p), scale
     return GPT()
 """
-    model: Any = construct(load_target(f"{_written(tmp_path / 'own.py', source)}:GPT"), CONFIG)
+    model = own_file.build(tmp_path, source)
     assert (model.wte.weight.shape, model.drop.p, model.scale) == ((97, 24), 0.25, 3)
 
 
@@ -1246,12 +1203,9 @@ def test_the_code_computes_key_value_heads_without_a_default(
 
 
 def test_a_subclass_of_a_model_of_transformers_receives_its_config(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(
-        """
+    source = """
 from torch import nn
 from transformers import GPT2PreTrainedModel
-
 
 class GPT(GPT2PreTrainedModel):
     def __init__(self, config):
@@ -1262,8 +1216,7 @@ class GPT(GPT2PreTrainedModel):
     def forward(self, ids):
         return self.wte(ids) @ self.wte.weight.T
 """
-    )
-    model: Any = construct(load_target(f"{path}:GPT"), CONFIG)
+    model = own_file.build(tmp_path, source)
     assert type(model.config).__name__ == "GPT2Config"
     assert (model.config.n_layer, model.config.n_head) == SIZES[3:]
     assert (*model.wte.weight.shape, len(model.wpe.weight)) == (97, 24, 32)
@@ -1506,10 +1459,8 @@ def test_the_annotated_class_is_built_and_not_the_one_of_the_same_name(tmp_path:
 def test_a_default_of_none_is_replaced_if_the_code_does_not_run_with_it(tmp_path: Path) -> None:
     source = gpt(", vocab_size, dtype=None, rope_theta=None", "float(rope_theta), 2, 3, 4, 5")
     source += "\n    def forward(self, ids):\n        return ids\n"
-    target = load_target(f"{written(tmp_path, source)}:GPT")
-    assert construct_with_call(target, CONFIG)[1].endswith(
-        "your code only runs with rope_theta=10000.0"
-    )
+    _, call = described(tmp_path, source)
+    assert call.endswith("your code only runs with rope_theta=10000.0")
 
 
 def test_a_models_name_that_replaces_the_sizes_is_left_out(tmp_path: Path) -> None:
@@ -1534,9 +1485,8 @@ class GPT(Core):
     def forward(self, ids):
         return ids
 """
-    target = load_target(f"{written(tmp_path, source)}:GPT")
-    model, call = construct_with_call(target, CONFIG)
-    assert vars(model)["sizes"] == (0, 0, 24, 3, 24)
+    model, call = described(tmp_path, source)
+    assert model.sizes == (0, 0, 24, 3, 24)
     assert call.endswith("your code only runs with config.model_type=None")
 
 
@@ -1598,18 +1548,16 @@ class GPT(Core):
     def __init__(self, config: Config):
         super().__init__(config.vocab_size, 0, 0, 0, 0)
 """
-    target = load_target(f"{written(tmp_path, source)}:GPT")
-    model, call = construct_with_call(target, CONFIG)
-    assert vars(model)["sizes"][0] == 97 and call == "GPT(config=Config(…))"
+    model, call = described(tmp_path, source)
+    assert model.sizes[0] == 97 and call == "GPT(config=Config(…))"
 
 
 def test_a_number_of_heads_in_the_code_is_passed_if_it_runs_with_no_other(tmp_path: Path) -> None:
     view = "\n    def forward(self, ids):\n        ids.new_zeros(24).view(8, 24 // self.sizes[4])\n"
     source = gpt(", vocab_size, dim, heads", "vocab_size, 0, dim, 0, heads") + view
     source += "        return ids\n"
-    target = load_target(f"{written(tmp_path, source)}:GPT")
-    model, call = construct_with_call(target, CONFIG)
-    assert vars(model)["sizes"][4] == 8 and call.endswith("your code only runs with heads=8")
+    model, call = described(tmp_path, source)
+    assert model.sizes[4] == 8 and call.endswith("your code only runs with heads=8")
 
 
 def test_a_letter_is_no_probability_if_its_default_is_a_larger_number(tmp_path: Path) -> None:
@@ -1632,9 +1580,8 @@ class GPT(Core):
         T = x.shape[1]
         return (x @ x.mT * self.mask[:T, :T]) @ x @ self.wte.weight.T
 """
-    target = load_target(f"{written(tmp_path, source)}:GPT")
-    model, call = construct_with_call(target, CONFIG)
-    assert vars(model)["sizes"][1] == 13 and call.endswith("your code only runs with seq_len=13")
+    model, call = described(tmp_path, source)
+    assert model.sizes[1] == 13 and call.endswith("your code only runs with seq_len=13")
 
 
 def test_a_context_of_the_width_is_built_if_the_code_runs_only_with_it(tmp_path: Path) -> None:
@@ -1649,9 +1596,8 @@ class GPT(Core):
         x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
         return x @ self.wte.weight.T
 """
-    target = load_target(f"{written(tmp_path, source)}:GPT")
-    model, call = construct_with_call(target, CONFIG)
-    assert vars(model)["sizes"][1] == 24 and call.endswith("your code only runs with seq_len=24")
+    model, call = described(tmp_path, source)
+    assert model.sizes[1] == 24 and call.endswith("your code only runs with seq_len=24")
 
 
 def test_a_switch_is_not_a_config_whatever_its_annotation_is(tmp_path: Path) -> None:
@@ -1666,9 +1612,8 @@ def test_an_error_that_every_trial_raises_is_named(tmp_path: Path) -> None:
         ", vocab_size, n_ctx, dim, depth, heads, zug", "vocab_size, n_ctx, dim, depth, heads"
     )
     source += "\n    def forward(self, ids):\n        return self.norm(ids)\n"
-    target = load_target(f"{written(tmp_path, source)}:GPT")
     with pytest.raises(AdaptError, match="needs the argument zug") as caught:
-        construct_with_call(target, CONFIG)
+        described(tmp_path, source)
     last = str(caught.value).splitlines()[-2:]
     assert last[0].startswith("  With each value that was tried, the model raised AttributeError:")
     assert last[1].endswith("return self.norm(ids)")
@@ -1686,9 +1631,8 @@ class GPT(Core):
     def forward(self, ids):
         return self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=DEVICE))
 """
-    target = load_target(f"{written(tmp_path, source)}:GPT")
-    model, call = construct_with_call(target, CONFIG)
-    assert vars(model)["sizes"][1] == 32 and "only runs" not in call
+    model, call = described(tmp_path, source)
+    assert model.sizes[1] == 32 and "only runs" not in call
 
 
 @pytest.mark.parametrize("annotation", ["str | None", "int | None"])
@@ -1713,18 +1657,15 @@ class GPT(Core):
 """
     model = build(tmp_path, source)
     assert type(model.extra).__name__ == "SizesConfig"
-    assert vars(model)["sizes"][2:4] == (24, 3)
+    assert model.sizes[2:4] == (24, 3)
     assert model.extra.model_size == (None if "str" in annotation else 24)
 
 
 def test_a_device_that_the_code_compares_is_passed(tmp_path: Path) -> None:
     source = gpt(", vocab_size, device=None", NOTHING, "assert device == torch.device('cpu')")
     source += "\n    def forward(self, ids):\n        return ids\n"
-    target = load_target(f"{written(tmp_path, source)}:GPT")
-    assert (
-        "your code only runs with device=device(type='cpu')"
-        in construct_with_call(target, CONFIG)[1]
-    )
+    _, call = described(tmp_path, source)
+    assert "your code only runs with device=device(type='cpu')" in call
 
 
 def test_a_default_factory_may_be_a_value(tmp_path: Path) -> None:
@@ -1822,7 +1763,6 @@ class GPT(Core):
     def forward(self, ids):
         return self.ln_f(self.wte(ids)) @ self.wte.weight.T
 """
-    target = load_target(f"{written(tmp_path, source)}:GPT")
-    model, described = construct_with_call(target, CONFIG)
+    model, call = described(tmp_path, source)
     assert model.extra == (False, True)
-    assert "your Config has use_folding=True" in described
+    assert "your Config has use_folding=True" in call

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from compat import AdaptError, GPT2Config
-from compat.user_models import construct, construct_with_call, load_target, resized
+from compat.user_models import construct, load_target, resized
 from tests.adapt_project import GPT
 from tests.command_line import Cli
+from tests.user_models.own_file import CONFIG, build, described, loaded
 
-CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
 SIZES = """
 n_layer = 5
 SIZES = {"vocab_size": 7}
@@ -121,7 +121,6 @@ def test_adapt_restores_modules(
 
 def test_values_that_are_computed_from_sizes_are_updated(tmp_path: Path) -> None:
     """Defaults are computed when a function is defined, and globals when they are assigned."""
-    path = tmp_path / "computed.py"
     text = """
 n_embd, n_head = 10, 2
 n_layer = 6
@@ -140,11 +139,24 @@ class Own(MyGPT):
         super().__init__(5, 5, 8, 2, 1)
         self.part = Part()
 """
-    path.write_text(GPT + text)
-    cls = load_target(f"{path}:Own")
+    cls = loaded(tmp_path, GPT + text, "Own")
     assert cls().part.built_for == (10, 5, 6, 12, 30, 5)
     assert construct(cls, CONFIG).part.built_for == (24, 6, 3, 6, 72, 5)
     assert cls().part.built_for == (10, 5, 6, 12, 30, 5)
+
+
+def test_annotated_values_that_are_computed_from_sizes_are_updated(tmp_path: Path) -> None:
+    text = """
+from torch import nn
+
+n_embd: int = 10
+fused: int = 3 * n_embd
+
+class GPT(nn.Linear):
+    def __init__(self):
+        super().__init__(n_embd, fused)
+"""
+    assert build(tmp_path, text).weight.shape == (72, 24)
 
 
 def test_a_size_that_equals_another_one_has_its_role(tmp_path: Path) -> None:
@@ -159,16 +171,13 @@ class Own(MyGPT):
         super().__init__(5, 5, 8, 2, 1)
         self.built_for = n_embd, head_size
 """
-    path = tmp_path / "starred.py"
-    path.write_text(GPT + text)
-    cls = load_target(f"{path}:Own")
+    cls = loaded(tmp_path, GPT + text, "Own")
     assert construct(cls, CONFIG).built_for == (24, 24)
     assert cls().built_for == (10, 10)
 
 
 @pytest.mark.parametrize(("words", "expected"), [(5, 24), (600, 10)])
 def test_a_vocabulary_is_not_a_config(tmp_path: Path, words: int, expected: int) -> None:
-    path = tmp_path / "vocabulary.py"
     text = f"""
 TABLE = {{"n_embd": 10, **{{f"word{{i}}": i for i in range({words})}}}}
 
@@ -178,8 +187,7 @@ class Own(MyGPT):
         super().__init__(5, 5, 8, 2, 1)
         self.built_for = TABLE["n_embd"]
 """
-    path.write_text(GPT + text)
-    assert construct(load_target(f"{path}:Own"), CONFIG).built_for == expected
+    assert build(tmp_path, GPT + text, "Own").built_for == expected
 
 
 def test_a_meaningless_name_has_the_role_of_the_parameter_to_which_it_is_passed(
@@ -189,7 +197,6 @@ def test_a_meaningless_name_has_the_role_of_the_parameter_to_which_it_is_passed(
 
     `d3`, `e1` and `f2` are computed from another one.
     """
-    path = tmp_path / "used.py"
     text = """
 a2, b6, c7 = 2, 6, 7
 n_embd = 5
@@ -208,8 +215,7 @@ class Own(MyGPT):
         self.parts = Part(c7, b6, n_head=a2), Part(1, c7, d3, n_embd=c7)
         self.pair = e1, f2
 """
-    path.write_text(GPT + text)
-    model = construct(load_target(f"{path}:Own"), CONFIG)
+    model = build(tmp_path, GPT + text, "Own")
     first, second = model.parts
     assert model.pair == (24, 48)
     assert first.built_for == (7, 3, 4, 0) and second.built_for == (1, 7, 12, 7)
@@ -219,7 +225,6 @@ class Own(MyGPT):
 def test_a_window_in_addition_to_the_context_length_is_not_a_size(
     tmp_path: Path, argument: str, expected: int
 ) -> None:
-    path = tmp_path / "window.py"
     text = f"""
 from torch import nn
 
@@ -231,8 +236,7 @@ class Own(nn.Module):
         super().__init__()
         self.window, self.table = WINDOW, nn.Embedding(vocab_size, 3)
 """
-    path.write_text(text)
-    assert construct(load_target(f"{path}:Own"), CONFIG).window == expected
+    assert build(tmp_path, text, "Own").window == expected
 
 
 @pytest.mark.parametrize(("own", "expected"), [(256, 24), (32, 6)])
@@ -248,9 +252,7 @@ class GPT(nn.Linear):
     def __init__(self):
         super().__init__(n_emb, head_size)
 """
-    path = tmp_path / "own.py"
-    path.write_text(text)
-    assert construct(load_target(f"{path}:GPT"), CONFIG).out_features == expected
+    assert build(tmp_path, text).out_features == expected
 
 
 def test_a_size_that_a_global_dictionary_lacks_is_added(tmp_path: Path) -> None:
@@ -264,13 +266,10 @@ class GPT(nn.Embedding):
     def __init__(self):
         super().__init__(PARAMS["vocab_size"], PARAMS["embd"])
 """
-    path = tmp_path / "own.py"
-    path.write_text(text)
-    target = load_target(f"{path}:GPT")
-    model, call = construct_with_call(target, CONFIG)
+    model, call = described(tmp_path, text)
     assert (model.num_embeddings, model.embedding_dim) == (97, 24)
     assert call.endswith('does not define, so compat set PARAMS["vocab_size"]=97')
-    assert vars(sys.modules[target.__module__])["PARAMS"] == {"embd": 384, "n_layers": 6}
+    assert vars(sys.modules[type(model).__module__])["PARAMS"] == {"embd": 384, "n_layers": 6}
 
 
 def test_the_attributes_that_a_global_object_lacks_are_added(tmp_path: Path) -> None:
@@ -292,14 +291,11 @@ class GPT(nn.Embedding):
         super().__init__(vocab_size, config.n_embd)
         self.sizes = config.n_layer, config.n_head, config.device, config.epochs
 """
-    path = tmp_path / "own.py"
-    path.write_text(text)
-    target = load_target(f"{path}:GPT")
-    model, call = construct_with_call(target, CONFIG)
+    model, call = described(tmp_path, text)
     assert (model.num_embeddings, model.embedding_dim) == (97, 24)
-    assert vars(model)["sizes"] == (CONFIG.n_layer, CONFIG.n_head, "cpu", 3)
+    assert model.sizes == (CONFIG.n_layer, CONFIG.n_head, "cpu", 3)
     assert "compat set config.device='cpu', config.n_embd=24, config.n_head=" in call
-    assert vars(vars(sys.modules[target.__module__])["config"]) == {"epochs": 3}
+    assert vars(vars(sys.modules[type(model).__module__])["config"]) == {"epochs": 3}
 
 
 def test_uncommon_names_of_the_rows_and_the_width_of_embeddings_are_recognized(
@@ -323,9 +319,7 @@ class GPT(nn.Module):
         x = self.symbol_table(ids) + self.position_table(torch.arange(ids.shape[1]))
         return x @ self.symbol_table.weight.T
 """
-    path = tmp_path / "own.py"
-    path.write_text(text)
-    model = construct(load_target(f"{path}:GPT"), CONFIG)
+    model = build(tmp_path, text)
     assert {n: tuple(p.shape) for n, p in model.named_parameters()} == {
         "symbol_table.weight": (97, 24), "position_table.weight": (32, 24),
     }  # fmt: skip

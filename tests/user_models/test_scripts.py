@@ -6,32 +6,33 @@ import inspect
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from textwrap import indent
 
 import pytest
 import torch
 from torch import nn
 
-from compat import AdaptError, GPT2Config
+from compat import AdaptError
 from compat.user_models import construct, construct_with_call, load_target
 from compat.user_models.synonyms import neutral, role_of, role_of_number
+from tests.user_models.own_file import CONFIG, build, described, loaded
 
-CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
-SIZED = """
+OF_CONFIG = "vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer"
+ARGUMENTS = ", vocab_size, n_embd, n_layer"
+
+
+def sized(signature: str = "", before: str = "") -> str:
+    """Return a class GPT whose constructor executes these lines before it uses its sizes."""
+    return f"""
 from torch import nn
 
 class GPT(nn.Module):
     def __init__(self{signature}):
         super().__init__()
+{indent(before, " " * 8)}
         self.wte = nn.Embedding(vocab_size, n_embd)
         self.h = nn.ModuleList(nn.Linear(n_embd, n_embd) for _ in range(n_layer))
 """
-
-
-def build(tmp_path: Path, source: str, name: str | None = "GPT") -> Any:
-    path = tmp_path / "own.py"
-    path.write_text(source)
-    return construct(load_target(f"{path}:{name}" if name else str(path)), CONFIG)
 
 
 def test_globals_that_only_the_main_guard_assigns_are_set(tmp_path: Path) -> None:
@@ -42,10 +43,10 @@ if __name__ == "__main__":
     n_embd, n_layer = 5, 6
     print(GPT())
 """
-    model = build(tmp_path, SIZED.format(signature="") + script)
+    model = build(tmp_path, sized() + script)
     assert (model.wte.weight.shape, len(model.h)) == ((97, 24), 3)
     with pytest.raises(AdaptError, match="own"):
-        build(tmp_path, SIZED.format(signature="").replace("n_embd", "secret"))
+        build(tmp_path, sized().replace("n_embd", "secret"))
 
 
 def test_the_config_class_of_a_training_script_is_used(tmp_path: Path) -> None:
@@ -61,11 +62,7 @@ class GPTConfig:
     pattern: str = "SSSL"
 
 """
-    source = SIZED.format(signature=", config").replace(
-        "super().__init__()",
-        "super().__init__()\n        self.pattern = config.pattern.lower()\n"
-        "        vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer",
-    )
+    source = sized(", config", f"self.pattern = config.pattern.lower()\n{OF_CONFIG}")
     script = "text = open('no such file').read()\nprint(GPT(GPTConfig()), text)\n"
     model = build(tmp_path, config + source + script)
     assert (model.pattern, model.wte.weight.shape) == ("sssl", (97, 24))
@@ -73,23 +70,21 @@ class GPTConfig:
 
 def test_sizes_that_the_file_does_not_define_are_set(tmp_path: Path) -> None:
     """This happens in a notebook from which the cell with the hyperparameters was deleted."""
-    path = tmp_path / "own.py"
     unused = "\n    def grow(self):\n        return MLP(4)\n"  # a class that was deleted
-    path.write_text(SIZED.format(signature="") + unused)
-    cls = load_target(f"{path}:GPT")
+    cls = loaded(tmp_path, sized() + unused)
     model, call = construct_with_call(cls, CONFIG)
     assert model.wte.weight.shape == (97, 24)  # type: ignore[union-attr]
     assumed = "vocab_size=97, n_embd=24, n_layer=3"
     assert f"your code reads names that it does not define, so compat set {assumed}" in call
     assert "MLP" not in call
     assert "n_embd" not in vars(sys.modules[cls.__module__])  # removed afterwards
-    path.write_text("n_embd, n_layer, vocab_size = 5, 6, 7\n" + SIZED.format(signature=""))
-    assert "does not define" not in construct_with_call(load_target(f"{path}:GPT"), CONFIG)[1]
+    sizes = "n_embd, n_layer, vocab_size = 5, 6, 7\n"
+    assert "does not define" not in described(tmp_path, sizes + sized())[1]
 
 
 def test_a_global_that_is_none_until_the_data_is_read_is_set(tmp_path: Path) -> None:
     settings = "vocab_size = None\ntokens = None\nn_embd, n_layer = 5, 6\n"
-    model = build(tmp_path, settings + SIZED.format(signature="") + "        self.seen = tokens\n")
+    model = build(tmp_path, settings + sized() + "        self.seen = tokens\n")
     assert model.wte.weight.shape == (97, 24)
     assert model.seen is None
 
@@ -101,7 +96,7 @@ places = {c: i for i, c in enumerate(vocab)}
 vocab_size = open("no such file").name
 n_embd, n_layer = 5, 6
 """
-    model = build(tmp_path, read + SIZED.format(signature="") + "        self.seen = places\n")
+    model = build(tmp_path, read + sized() + "        self.seen = places\n")
     assert model.seen["e"] == 1
     assert model.wte.weight.shape == (97, 24)
 
@@ -129,11 +124,8 @@ def test_a_missing_library_that_logs_and_decorates_is_replaced(tmp_path: Path) -
 
 def test_a_config_class_of_a_missing_library_is_built(tmp_path: Path) -> None:
     """This includes fields that only `forward` reads, which have no value without the decorator."""
-    source = SIZED.format(signature=", hparams: HParams").replace(
-        "super().__init__()",
-        "super().__init__()\n        self.hparams = hparams\n"
-        "        vocab_size, n_embd, n_layer = hparams.vocab_size, hparams.n_embd, hparams.n_layer",
-    )
+    sizes = OF_CONFIG.replace("config", "hparams")
+    source = sized(", hparams: HParams", f"self.hparams = hparams\n{sizes}")
     fields = "vocab_size: int\n    n_embd: int\n    n_layer: int\n"
     config = f"import no_such_library\n\n@no_such_library.define\nclass HParams:\n    {fields}"
     config += "    gradient_checkpointing: bool\n    path: str\n    made = 3\n"
@@ -147,9 +139,7 @@ def test_data_that_a_missing_library_downloads_is_not_needed(tmp_path: Path) -> 
     (tmp_path / "own_download.py").write_text(
         "import no_such_library as lib\n\ndef download():\n    return lib.variables()['size']\n"
     )
-    source = "from torch import nn\nfrom own_download import download\n" + SIZED.format(
-        signature=", vocab_size, n_embd, n_layer"
-    )
+    source = "from torch import nn\nfrom own_download import download\n" + sized(ARGUMENTS)
     assert len(build(tmp_path, source + "\nsize = download()\n").h) == 3
 
 
@@ -241,17 +231,15 @@ def test_a_data_class_that_the_constructor_builds_has_the_checkpoints_sizes(tmp_
         "from dataclasses import dataclass\n\n@dataclass\nclass Own:\n"
         "    vocab_size: int = 5\n    n_embd: int = 6\n    n_layer = 7\n    note: str = 'x'\n"
     )
-    read = "super().__init__()\n        own = Own()\n" + "".join(
-        f"        {name} = own.{name}\n" for name in ("vocab_size", "n_embd", "n_layer")
-    )
-    model = build(tmp_path, sizes + SIZED.format(signature="").replace("super().__init__()", read))
+    read = "own = Own()\n" + OF_CONFIG.replace("config", "own")
+    model = build(tmp_path, sizes + sized(before=read))
     assert (model.wte.weight.shape, len(model.h)) == ((97, 24), 3)
     own = vars(sys.modules[type(model).__module__])["Own"]()
     assert (own.vocab_size, own.n_embd, own.n_layer, own.note) == (5, 6, 7, "x")
 
 
 def test_a_data_class_that_reads_a_missing_file_is_built(tmp_path: Path) -> None:
-    source = SIZED.format(signature=", config: Config").replace("(vocab_size", "(config.vocab_size")
+    source = sized(", config: Config").replace("(vocab_size", "(config.vocab_size")
     source = source.replace("n_embd", "config.n_embd").replace("n_layer", "config.n_layer")
     fields = "from dataclasses import dataclass\n\n@dataclass\nclass Config:\n"
     fields += "    n_embd: int = 5\n    n_layer: int = 6\n    vocab_size: int = 7\n"
@@ -266,9 +254,7 @@ def test_a_data_class_that_reads_a_missing_file_is_built(tmp_path: Path) -> None
 
 
 def test_a_vocabulary_of_a_tokenizer_that_is_counted_has_the_length(tmp_path: Path) -> None:
-    source = SIZED.format(signature=", n_embd, n_layer, tokenizer").replace(
-        "super().__init__()", "super().__init__()\n        vocab_size = len(tokenizer.vocab)"
-    )
+    source = sized(", n_embd, n_layer, tokenizer", "vocab_size = len(tokenizer.vocab)")
     assert build(tmp_path, source).wte.weight.shape == (97, 24)
 
 
@@ -285,11 +271,7 @@ class Config:
     n_embd, n_layer = 5, 6
     sep_id = tokenizer.eot_token
 """
-    source = SIZED.format(signature=", config: Config").replace(
-        "super().__init__()",
-        "super().__init__()\n        self.sep_id = config.sep_id\n"
-        "        vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer",
-    )
+    source = sized(", config: Config", f"self.sep_id = config.sep_id\n{OF_CONFIG}")
     if where == "own.py":
         source = config + source
     else:
@@ -305,28 +287,19 @@ def test_a_function_that_accepts_only_a_size_receives_the_config(tmp_path: Path)
 
 
 def test_a_variant_of_the_model_is_not_selected(tmp_path: Path) -> None:
-    source = SIZED.format(signature="")
-    both = source.replace("GPT", "RotaryGPT") + source
-    (tmp_path / "both.py").write_text(both)
-    assert load_target(str(tmp_path / "both.py")).__name__ == "GPT"
-    (tmp_path / "both.py").write_text(both.replace("class GPT", "class LinearGPT"))
-    assert load_target(str(tmp_path / "both.py")).__name__ == "LinearGPT"
+    both = sized().replace("GPT", "RotaryGPT") + sized()
+    assert loaded(tmp_path, both, None).__name__ == "GPT"
+    both = both.replace("class GPT", "class LinearGPT")
+    assert loaded(tmp_path, both, None).__name__ == "LinearGPT"
 
 
 def test_sizes_may_be_among_other_keywords(tmp_path: Path) -> None:
-    sizes = "".join(
-        f"        {name} = {read}\n"
-        for name, read in {
-            "vocab_size": 'kwargs.get("vocab_size", 9)',
-            "n_embd": 'kwargs["width"]',
-            "n_layer": 'kwargs.pop("depth", 1)',
-            "self.note": 'kwargs.get("note", "none")',
-        }.items()
-    )
-    source = SIZED.format(signature=", **kwargs").replace(
-        "super().__init__()\n", f"super().__init__()\n{sizes}"
-    )
-    model = build(tmp_path, source)
+    read = """
+vocab_size = kwargs.get("vocab_size", 9)
+n_embd = kwargs["width"]
+n_layer = kwargs.pop("depth", 1)
+self.note = kwargs.get("note", "none")"""
+    model = build(tmp_path, sized(", **kwargs", read))
     assert (model.wte.weight.shape, len(model.h), model.note) == ((97, 24), 3, "none")
 
 
@@ -396,12 +369,8 @@ class Config:
     no_bias: bool = True
     logit_soft_cap: {kind} = 50.0
 """
-    source = SIZED.format(signature=", config: Config").replace(
-        "super().__init__()",
-        "super().__init__()\n        self.config = config\n"
-        "        vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer\n"
-        "        self.linear = nn.Linear(4, 4, bias=not config.no_bias and config.logit_soft_cap)",
-    )
+    cap = "self.linear = nn.Linear(4, 4, bias=not config.no_bias and config.logit_soft_cap)"
+    source = sized(", config: Config", f"self.config = config\n{OF_CONFIG}\n{cap}")
     model = build(tmp_path, config + source)
     assert model.config.no_bias is False
     assert model.config.logit_soft_cap == (50.0 if kind == "float" else None)
@@ -508,7 +477,7 @@ class GPT(nn.Module):
 
 
 def test_a_missing_library_in_a_notebook_is_replaced(tmp_path: Path) -> None:
-    cells = ["import no_such_library\n", SIZED.format(signature=", vocab_size, n_embd, n_layer")]
+    cells = ["import no_such_library\n", sized(ARGUMENTS)]
     cells[1] += "        self.trainer = no_such_library\n"
     code = [{"cell_type": "code", "source": cell} for cell in cells]
     path = tmp_path / "own.ipynb"
@@ -517,17 +486,13 @@ def test_a_missing_library_in_a_notebook_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_notebook_that_was_saved_as_a_script_is_loaded(tmp_path: Path) -> None:
-    script = (
-        "!pip install no_such_library\n%matplotlib inline\nvocab_size, n_embd, n_layer = 5, 6, 7\n"
-    )
-    path = tmp_path / "own.py"
-    path.write_text(script + SIZED.format(signature=""))
-    target = load_target(str(path))
+    script = "!pip install no_such_library\n%matplotlib inline\n"
+    script += "vocab_size, n_embd, n_layer = 5, 6, 7\n"
+    target = loaded(tmp_path, script + sized(), None)
     assert len(construct(target, CONFIG).h) == 3  # type: ignore[arg-type]
     assert inspect.getsource(target).startswith("class GPT")
-    path.write_text(script + "def broken(:\n")
     with pytest.raises(AdaptError, match="SyntaxError"):
-        load_target(str(path))
+        loaded(tmp_path, script + "def broken(:\n", None)
 
 
 def test_devices_in_globals_are_replaced_by_the_cpu(tmp_path: Path) -> None:
@@ -545,9 +510,7 @@ class GPT(nn.Module):
         super().__init__()
         self.found = device, DEVICE, Config.device
 """
-    path = tmp_path / "own.py"
-    path.write_text(source)
-    target = load_target(f"{path}:GPT")
+    target = loaded(tmp_path, source)
     assert vars(construct(target, CONFIG))["found"] == ("cpu", torch.device("cpu"), "cpu")
     assert vars(sys.modules[target.__module__])["device"] == "cuda:1"
 
@@ -562,10 +525,8 @@ def test_modules_of_a_package_may_import_each_other(tmp_path: Path) -> None:
     (tmp_path / "parts" / "embedding.py").write_text(
         "from torch import nn\nfrom nets.sizes import n_embd\nEmbedding = nn.Embedding\n"
     )
-    own = "from parts.embedding import Embedding\n" + SIZED.format(
-        signature=", vocab_size, n_embd, n_layer"
-    ).replace("nn.Embedding", "Embedding")
-    (package / "model.py").write_text(own)
+    own = sized(ARGUMENTS).replace("nn.Embedding", "Embedding")
+    (package / "model.py").write_text(f"from parts.embedding import Embedding\n{own}")
     model = construct(load_target(f"{package / 'model.py'}:GPT"), CONFIG)
     assert model.wte.weight.shape == (97, 24)
 
@@ -577,25 +538,18 @@ def test_a_subpackage_with_the_name_of_a_library_does_not_hide_the_library(tmp_p
     (package / "__init__.py").write_text("")
     (package / "sqlite3" / "__init__.py").write_text("from nets.settings import Missing\n")
     (package / "settings.py").write_text("import sqlite3\nconnect = sqlite3.connect\n")
-    own = "from nets.settings import connect\n" + SIZED.format(
-        signature=", vocab_size, n_embd, n_layer"
-    )
-    (package / "model.py").write_text(own)
+    (package / "model.py").write_text(f"from nets.settings import connect\n{sized(ARGUMENTS)}")
     sys.modules.pop("sqlite3", None)
     model = construct(load_target(f"{package / 'model.py'}:GPT"), CONFIG)
     assert model.wte.weight.shape == (97, 24)
 
 
 def test_values_may_be_read_from_keyword_arguments(tmp_path: Path) -> None:
-    reading = ", **config"
-    source = SIZED.format(signature=reading).replace(
-        "super().__init__()\n",
-        "super().__init__()\n"
-        '        vocab_size, n_embd = config["vocab_size"], config["n_embd"]\n'
-        '        n_layer = config.get("n_layer", 2)\n'
-        '        self.rates = config["dropout"], config.get("lr", 0.5)\n',
-    )
-    model = build(tmp_path, source)
+    read = """
+vocab_size, n_embd = config["vocab_size"], config["n_embd"]
+n_layer = config.get("n_layer", 2)
+self.rates = config["dropout"], config.get("lr", 0.5)"""
+    model = build(tmp_path, sized(", **config", read))
     assert (model.wte.weight.shape, len(model.h)) == ((97, 24), 3)
     assert model.rates == (CONFIG.resid_pdrop, 0.5)
 
@@ -609,7 +563,7 @@ class Tokenizer(Protocol):
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]: ...
 """
-    source = SIZED.format(signature=", vocab_size, n_embd, n_layer, tokenizer: Tokenizer")
+    source = sized(f"{ARGUMENTS}, tokenizer: Tokenizer")
     model = build(tmp_path, interface + source + "        self.tokenizer = tokenizer\n")
     assert model.tokenizer is None and model.wte.weight.shape == (97, 24)
 
@@ -673,13 +627,9 @@ def test_a_path_a_factor_and_a_list_of_a_config(tmp_path: Path) -> None:
 
 
 def test_what_is_replaced_in_a_config_class_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(CONFIGURED)
-    _, call = construct_with_call(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
+    _, call = described(tmp_path, CONFIGURED)
     assert call.endswith("; your Config has n_kv_heads=2 and qkv_bias=False")
-    (tmp_path / "own.py").write_text(
-        CONFIGURED.replace("n_kv_heads: int = 2", "n_kv_heads: int = 4")
-    )
-    _, call = construct_with_call(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
+    _, call = described(tmp_path, CONFIGURED.replace("n_kv_heads: int = 2", "n_kv_heads: int = 4"))
     assert call.endswith("; your Config has qkv_bias=False")
 
 
@@ -742,8 +692,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(cfg["vocab_size"], width)
         self.h = nn.ModuleList(nn.Linear(width, width) for _ in range(cfg["n_layer"]))
 """
-    (tmp_path / "own.py").write_text(source)
-    model, call = construct_with_call(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
+    model, call = described(tmp_path, source)
     assert model.bias is True and call.endswith("; your CONFIG has qkv_bias=False")
 
 
@@ -771,9 +720,8 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(cfg.vocab_size, width)
         self.h = nn.ModuleList(nn.Linear(width, width) for _ in range(cfg.n_layer))
 """
-    (tmp_path / "own.py").write_text(source)
     (tmp_path / "my_config.py").write_text(f"raise SystemExit\n{config}")
-    model, call = construct_with_call(load_target(f"{tmp_path / 'own.py'}:GPT"), CONFIG)
+    model, call = described(tmp_path, source)
     assert model.bias is True and call.endswith("; your my_config.py has qkv_bias=False")
 
 
@@ -789,11 +737,8 @@ class Config:
     def __init__(self, task: Task):
         self.VOCAB_SIZE = task.size()
 """
-    source = SIZED.format(signature=", config: Config").replace(
-        "super().__init__()",
-        "super().__init__()\n"
-        "        vocab_size, n_embd, n_layer = config.VOCAB_SIZE, config.N_EMBD, config.N_LAYER",
-    )
+    read = "vocab_size, n_embd, n_layer = config.VOCAB_SIZE, config.N_EMBD, config.N_LAYER"
+    source = sized(", config: Config", read)
     assert build(tmp_path, config + source).wte.weight.shape == (97, 24)
 
 
@@ -808,10 +753,7 @@ class Config:
 def test_a_hidden_width_that_the_code_normalizes_or_widens_is_that_of_the_stream(
     tmp_path: Path, made: str, width: int
 ) -> None:
-    source = SIZED.format(signature=", config").replace(
-        "super().__init__()",
-        "super().__init__()\n"
-        "        vocab_size, n_embd, n_layer = config.n_vocab, config.n_embed, config.n_layer\n"
-        f"        self.part, self.width = {made}, config.n_hidden",
-    )
-    assert build(tmp_path, source).width == width
+    read = f"""
+vocab_size, n_embd, n_layer = config.n_vocab, config.n_embed, config.n_layer
+self.part, self.width = {made}, config.n_hidden"""
+    assert build(tmp_path, sized(", config", read)).width == width

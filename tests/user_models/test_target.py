@@ -22,6 +22,7 @@ import compat
 from compat import AdaptError, GPT2Config
 from compat.user_models import construct, load_forward, load_target, time_limit
 from compat.user_models.missing import is_missing
+from tests.user_models.own_file import build, loaded
 
 GPT = """
 import torch
@@ -56,6 +57,11 @@ def notebook(tmp_path: Path, *sources: str) -> Path:
     code = [{"cell_type": "code", "source": text.splitlines(keepends=True)} for text in sources]
     cells = [cell for one in code for cell in (prose, one)]
     return write(tmp_path / "own book.ipynb", json.dumps({"cells": cells, "nbformat": 4}))
+
+
+def selected(tmp_path: Path, source: str) -> str:
+    """Return the name of the class or function that is selected in a file."""
+    return str(loaded(tmp_path, source, None).__name__)
 
 
 def check_refused(target: str, *fragments: str) -> None:
@@ -108,14 +114,57 @@ def test_relative_imports_within_a_package_are_resolved(
     assert vars(cls)["sizes"] == sizes
 
 
-def test_the_package_root_is_above_all_init_files(tmp_path: Path) -> None:
-    for folder in ("pack_d", "pack_d/inner"):
-        write(tmp_path / folder / "__init__.py", "")
-    write(tmp_path / "pack_d" / "parts.py", "SIZE = 7")
-    text = "import pack_d.parts\nfrom .. import parts\nfrom .near import SIZE\n" + GPT
-    write(tmp_path / "pack_d" / "inner" / "near.py", "from pack_d.parts import SIZE")
-    path = write(tmp_path / "pack_d" / "inner" / "gpt.py", text + "    sizes = SIZE, parts.SIZE")
-    assert vars(load_target(f"{path}:GPT"))["sizes"] == (7, 7)
+# Projects by what is true of them: the text of each file, of which the last one has the target.
+PROJECTS = {
+    "the package root is above all init files": {
+        "pack_d/__init__.py": "",
+        "pack_d/inner/__init__.py": "",
+        "pack_d/parts.py": "SIZE = 5",
+        "pack_d/inner/near.py": "from pack_d.parts import SIZE",
+        "pack_d/inner/gpt.py": "import pack_d.parts\nfrom .. import parts\n"
+        f"from .near import SIZE\n{GPT}    size = SIZE if SIZE == parts.SIZE else 0",
+    },
+    "a module does not hide the package that contains it": {
+        "own_net/own_net.py": "",
+        "own_net/parts.py": "SIZE = 5",
+        "own_net/gpt.py": f"from own_net.parts import SIZE\n{GPT}    size = SIZE",
+    },
+    "the folder of a package was renamed": {
+        "downloaded/parts.py": "from own_course.sizes import SIZE",
+        "downloaded/sizes.py": "SIZE = 5",
+        "downloaded/gpt.py": f"from own_course.parts import SIZE\n{GPT}    size = SIZE",
+    },
+    "modules beside a file are found if their package cannot be imported": {
+        "own_models/__init__.py": "from .gpt.sizes import SIZE\nfrom .gpt.model import GPT\n"
+        "from .other.model import Other\n",
+        "own_models/other/__init__.py": "from .model import Other\n",
+        "own_models/other/model.py": "from json import no_such_name as Other\n",
+        "own_models/gpt/__init__.py": "",
+        "own_models/gpt/sizes.py": "SIZE = 5\n",
+        "own_models/gpt/model.py": "import no_such_log\n"
+        f"from .sizes import SIZE\n{GPT}    size = SIZE",
+    },
+    "two files import each other": {
+        "own_part.py": "from own_gpt import SIZE\nPART = SIZE",
+        "own_gpt.py": f"SIZE = 5\nfrom own_part import PART\n{GPT}    size = PART",
+    },
+    # The package executes its module a second time, after the library was found to be missing.
+    "a module that needs a missing library is imported": {
+        "own/tools/tools.py": "import no_such_logger\nlog = no_such_logger.make()\n\n"
+        "def width():\n    return 5\n",
+        "own/tools/__init__.py": "from . import tools as _tools\nwidth = _tools.width\n"
+        "log = _tools.log\n",
+        "own/__init__.py": "",
+        "own/gpt.py": f"from .tools import width\n{GPT}    size = width()",
+    },
+}
+
+
+@pytest.mark.parametrize("case", PROJECTS)
+def test_modules_of_the_project_are_imported(tmp_path: Path, case: str) -> None:
+    for name, text in PROJECTS[case].items():
+        path = write(tmp_path / name, text)
+    assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
 @pytest.mark.parametrize("place", ["", "src"])
@@ -135,14 +184,6 @@ def test_imports_from_the_top_of_the_project_are_resolved(tmp_path: Path, place:
     check_refused(
         f"{other}:GPT", "No module named 'own_data'", "pip install own_data", "your project"
     )
-
-
-def test_a_module_does_not_hide_the_package_that_contains_it(tmp_path: Path) -> None:
-    write(tmp_path / "own_net" / "own_net.py", "")
-    write(tmp_path / "own_net" / "parts.py", "SIZE = 5")
-    text = f"from own_net.parts import SIZE\n{GPT}    size = SIZE"
-    path = write(tmp_path / "own_net" / "gpt.py", text)
-    assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
 @pytest.mark.parametrize(
@@ -178,14 +219,6 @@ def test_a_model_for_another_task_is_not_selected(tmp_path: Path, name: str) -> 
     assert chosen.__name__ == (name if name == "GPTWithMore" else "GPT")
 
 
-def test_a_package_whose_folder_was_renamed_is_found(tmp_path: Path) -> None:
-    write(tmp_path / "downloaded" / "parts.py", "from own_course.sizes import SIZE")
-    write(tmp_path / "downloaded" / "sizes.py", "SIZE = 5")
-    text = f"from own_course.parts import SIZE\n{GPT}    size = SIZE"
-    path = write(tmp_path / "downloaded" / "gpt.py", text)
-    assert vars(load_target(f"{path}:GPT"))["size"] == 5
-
-
 def test_a_library_with_a_module_named_like_an_own_file_is_not_a_renamed_package(
     tmp_path: Path,
 ) -> None:
@@ -205,9 +238,7 @@ def test_a_file_is_not_a_module_that_it_imports(tmp_path: Path) -> None:
     assert is_missing(vars(load_target(f"{path}:GPT"))["node"])
 
 
-def test_modules_that_hold_a_package_whose_import_failed_are_imported_again(
-    tmp_path: Path,
-) -> None:
+def test_modules_that_hold_a_package_whose_import_failed_are_imported_again(tmp_path: Path) -> None:
     package = tmp_path / "own_parts"
     package.mkdir()
     write(package / "__init__.py", "from . import block\nfrom . import late\n")
@@ -215,25 +246,6 @@ def test_modules_that_hold_a_package_whose_import_failed_are_imported_again(
     write(package / "late.py", "import no_such_library\nSIZE = 5\n")
     path = write(tmp_path / "gpt.py", f"from own_parts.block import size\n{GPT}    get = size")
     assert vars(load_target(f"{path}:GPT"))["get"]() == 5
-
-
-def test_modules_beside_a_file_are_found_if_their_package_cannot_be_imported(
-    tmp_path: Path,
-) -> None:
-    package = tmp_path / "own_models"
-    for part in ("gpt", "other"):
-        (package / part).mkdir(parents=True)
-    init = (
-        "from .gpt.sizes import SIZE\nfrom .gpt.model import GPT\nfrom .other.model import Other\n"
-    )
-    write(package / "__init__.py", init)
-    write(package / "other" / "__init__.py", "from .model import Other\n")
-    write(package / "other" / "model.py", "from json import no_such_name as Other\n")
-    write(package / "gpt" / "__init__.py", "")
-    write(package / "gpt" / "sizes.py", "SIZE = 5\n")
-    text = f"import no_such_log\nfrom .sizes import SIZE\n{GPT}    size = SIZE"
-    path = write(package / "gpt" / "model.py", text)
-    assert vars(load_target(f"{path}:GPT"))["size"] == 5
 
 
 def test_a_class_that_trains_a_model_that_it_is_passed_is_not_selected(tmp_path: Path) -> None:
@@ -250,14 +262,7 @@ class Trainer(nn.Module):
     def training_step(self, batch):
         return self(batch)
 """
-    assert load_target(str(write(tmp_path / "own_trainer.py", GPT + trainer))).__name__ == "GPT"
-
-
-def test_two_files_may_import_each_other(tmp_path: Path) -> None:
-    write(tmp_path / "own_part.py", "from own_gpt import SIZE\nPART = SIZE")
-    text = f"SIZE = 5\nfrom own_part import PART\n{GPT}    size = PART"
-    path = write(tmp_path / "own_gpt.py", text)
-    assert vars(load_target(f"{path}:GPT"))["size"] == 5
+    assert selected(tmp_path, GPT + trainer) == "GPT"
 
 
 def test_calls_of_a_missing_library_in_another_file_are_ignored_while_it_is_loaded(
@@ -276,8 +281,7 @@ def test_the_most_complete_model_of_a_lesson_is_selected(tmp_path: Path) -> None
     first = "class First(nn.Module):\n    def __init__(self):\n        self.vocab = attention = 2\n"
     second = first.replace("First", "Second").replace("2", "2; self.norm = self.blocks = 3")
     other = second.replace("Second", "Finetuned")
-    path = write(tmp_path / "lesson.py", f"from torch import nn\n{second}{first}{other}")
-    assert load_target(str(path)).__name__ == "Second"
+    assert selected(tmp_path, f"from torch import nn\n{second}{first}{other}") == "Second"
 
 
 def test_a_class_that_trains_the_model_is_not_selected(tmp_path: Path) -> None:
@@ -290,10 +294,9 @@ class Training(nn.Module):
     def training_step(self, batch, index):
         return self.model(batch).mean()
 """
-    path = write(tmp_path / "own.py", GPT + trainer)
-    assert load_target(str(path)).__name__ == "GPT"
-    path.write_text(GPT + trainer + "    def forward(self, ids):\n        return self.model(ids)\n")
-    assert load_target(str(path)).__name__ == "Training"
+    assert selected(tmp_path, GPT + trainer) == "GPT"
+    forward = "    def forward(self, ids):\n        return self.model(ids)\n"
+    assert selected(tmp_path, GPT + trainer + forward) == "Training"
 
 
 def test_missing_compiled_code_of_a_package_is_ignored_unless_needed(tmp_path: Path) -> None:
@@ -335,17 +338,14 @@ class Block(nn.Module):
 def make(vocab_size, n_embd):
     return nn.Sequential(nn.Embedding(vocab_size, n_embd), Block(n_embd))
 """
-    path = write(tmp_path / "layers.py", source)
-    assert load_target(str(path)).__name__ == "make"
+    assert selected(tmp_path, source) == "make"
     attention = "class Block(nn.Module):\n    embedding = lambda: Embedding()\n"
-    path.write_text(source.replace("class Block(nn.Module):\n", attention))
-    assert load_target(str(path)).__name__ == "make"
+    assert selected(tmp_path, source.replace("class Block(nn.Module):\n", attention)) == "make"
     whole = GPT.replace(
         "self.block = Block()", "self.block, self.wte = Block(), nn.Embedding(8, 8)"
     )
     forward = "    def forward(self, ids):\n        return self.wte(ids).softmax(-1)\n"
-    path.write_text(source + whole[whole.index("class GPT") :] + forward)
-    assert load_target(str(path)).__name__ == "GPT"
+    assert selected(tmp_path, source + whole[whole.index("class GPT") :] + forward) == "GPT"
 
 
 @pytest.mark.parametrize("arguments", ["vocab_size, n_embd", "*, vocab_size, n_embd"])
@@ -378,10 +378,8 @@ def test_a_recurrent_model_is_not_selected_instead_of_the_transformer(tmp_path: 
         "    def __init__(self):\n        self.rnn = nn.LSTM(2, 2)\n\n"
         "def load():\n    one = Text()\n    two = Recurrent()\n    return one, two\n"
     )
-    path = write(tmp_path / "two.py", source)
-    assert load_target(str(path)).__name__ == "Text"
-    write(path, source.replace("nn.LSTM", "nn.Linear"))
-    assert load_target(str(path)).__name__ == "Recurrent"
+    assert selected(tmp_path, source) == "Text"
+    assert selected(tmp_path, source.replace("nn.LSTM", "nn.Linear")) == "Recurrent"
 
 
 def test_a_notebook_may_write_its_modules(tmp_path: Path) -> None:
@@ -492,19 +490,6 @@ def test_a_module_of_a_library_that_needs_a_missing_one_is_missing(
     del sys.modules["own_lib"]
 
 
-def test_a_module_of_the_project_that_needs_a_missing_library_is_imported(tmp_path: Path) -> None:
-    """The package executes its module a second time, after the library was found to be missing."""
-    write(
-        tmp_path / "own" / "tools" / "tools.py",
-        "import no_such_logger\nlog = no_such_logger.make()\n\ndef width():\n    return 5\n",
-    )
-    init = "from . import tools as _tools\nwidth = _tools.width\nlog = _tools.log\n"
-    write(tmp_path / "own" / "tools" / "__init__.py", init)
-    write(tmp_path / "own" / "__init__.py", "")
-    path = write(tmp_path / "own" / "gpt.py", f"from .tools import width\n{GPT}    size = width()")
-    assert vars(load_target(f"{path}:GPT"))["size"] == 5
-
-
 def test_a_notebook_without_imports_has_the_usual_ones(tmp_path: Path) -> None:
     """Another notebook imports these and runs it."""
     cell = "class GPT(nn.Module):\n    size, root = torch.tensor(5), math.sqrt(4)\n"
@@ -517,8 +502,7 @@ def test_a_class_that_takes_a_number_of_classes_is_not_the_language_model(tmp_pa
     other = "class Other(nn.Module):\n    def __init__(self, vocab_size, n_embd, num_classes):\n"
     other += "        self.attention, self.vocab = 1, 2\n"
     text = GPT.replace("class GPT(nn.Module):", "class Model(nn.Module):")
-    path = write(tmp_path / "gpt.py", f"{text}\n    vocab_attention = 1\n\n{other}")
-    assert load_target(str(path)).__name__ == "Model"
+    assert selected(tmp_path, f"{text}\n    vocab_attention = 1\n\n{other}") == "Model"
 
 
 def test_a_package_of_the_project_with_the_name_compat_is_not_imported(tmp_path: Path) -> None:
@@ -694,7 +678,7 @@ def test_a_model_of_blocks_from_another_file_is_the_default(tmp_path: Path) -> N
     source = "from torch import nn\nfrom own_parts import Attention, Block\n"
     for name, made in (("OneAttention", "Attention()"), ("Stacked", "nn.Sequential(Block())")):
         source += f"class {name}(nn.Module):\n    def __init__(self, vocab):\n        x = {made}\n"
-    assert load_target(str(write(tmp_path / "own_gpt.py", source))).__name__ == "Stacked"
+    assert selected(tmp_path, source) == "Stacked"
 
 
 def test_the_default_is_the_class_that_no_other_class_uses(tmp_path: Path) -> None:
@@ -724,7 +708,7 @@ class GPTClsHead(nn.Module):
         super().__init__()
         self.gpt, self.head = gpt, nn.Linear(8, classes)
 """
-    assert load_target(str(write(tmp_path / "gpt.py", source))).__name__ == "GPTLMHead"
+    assert selected(tmp_path, source) == "GPTLMHead"
 
 
 def test_a_config_inside_the_model_is_not_a_use_of_the_model(tmp_path: Path) -> None:
@@ -746,7 +730,7 @@ class Block(nn.Module):
     def forward(self, x):
         return x.softmax(-1)
 """
-    assert load_target(str(write(tmp_path / "gpt.py", source))).__name__ == "GPT"
+    assert selected(tmp_path, source) == "GPT"
 
 
 def test_of_two_models_that_a_function_returns_neither_is_a_part(tmp_path: Path) -> None:
@@ -761,7 +745,7 @@ def build(kind):
         return GPT()
     return Baseline()
 """
-    assert load_target(str(write(tmp_path / "gpt.py", source))).__name__ == "GPT"
+    assert selected(tmp_path, source) == "GPT"
 
 
 def test_the_variants_of_a_model_are_named(tmp_path: Path) -> None:
@@ -923,7 +907,7 @@ def test_a_folder_may_have_the_name_of_a_library(tmp_path: Path) -> None:
 def test_an_encoder_decoder_is_recognized_by_its_argument_names(tmp_path: Path) -> None:
     both = "class Both(nn.Embedding):\n    def forward(self, padded_src, padded_targets): ...\n"
     text = f"from torch import nn\nclass GPT(nn.Embedding): ...\n{both}"
-    assert load_target(str(write(tmp_path / "gpt.py", text))).__name__ == "GPT"
+    assert selected(tmp_path, text) == "GPT"
 
 
 def test_keyboard_interrupt_is_not_caught(tmp_path: Path) -> None:
@@ -1049,12 +1033,8 @@ def test_notebooks_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     check_refused(f"{path}:GPT", "pip install no_such_package", f"{path}#cell-1:3: import no_such")
 
 
-def test_a_class_that_embeds_tokens_is_preferred_to_unused_helpers(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(
-        """
+def test_a_class_that_embeds_tokens_is_preferred_to_unused_helpers(tmp_path: Path) -> None:
+    source = """
 from torch import nn
 
 class OldHead(nn.Module):
@@ -1070,12 +1050,9 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = Tokens(vocab_size, n_embd)
 """
-    )
-    assert load_target(str(path)).__name__ == "GPT"
-    path.write_text(
-        f"{path.read_text()}\n\nclass Other(GPT):\n    pass\n\n\nclass Last(GPT):\n    pass\n"
-    )
-    assert load_target(str(path)).__name__ == "Last"
+    assert selected(tmp_path, source) == "GPT"
+    source += "\n\nclass Other(GPT):\n    pass\n\n\nclass Last(GPT):\n    pass\n"
+    assert selected(tmp_path, source) == "Last"
 
 
 @pytest.mark.parametrize(
@@ -1137,11 +1114,9 @@ def test_a_failing_statement_that_the_class_does_not_need_is_ignored(tmp_path: P
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.a = nn.Linear(2, 2)\n"
     )
-    (tmp_path / "data.py").write_text(text)
-    assert load_target(f"{tmp_path}/data.py").__name__ == "Net"
-    (tmp_path / "needed.py").write_text(text.replace("Linear(2, 2)", "Linear(2, int(text))"))
+    assert selected(tmp_path, text) == "Net"
     with pytest.raises(AdaptError, match=r"input\.txt"):
-        construct(load_target(f"{tmp_path}/needed.py"), GPT2Config())
+        build(tmp_path, text.replace("Linear(2, 2)", "Linear(2, int(text))"), None)
 
 
 def test_values_that_depend_on_missing_data_have_the_checkpoints_sizes(tmp_path: Path) -> None:
@@ -1170,24 +1145,18 @@ class GPT(nn.Module):
 train()
 """
     config = GPT2Config(vocab_size=97, n_embd=24, resid_pdrop=0.25)
-    model = construct(load_target(f"{write(tmp_path / 'data.py', text)}:GPT"), config)
-    assert vars(model)["sizes"] == (97, 24, 97, 0.25)
-    path = write(tmp_path / "data.py", text.replace('["dim"]', '["other"] > 7'))
+    assert build(tmp_path, text, config=config).sizes == (97, 24, 97, 0.25)
     with pytest.raises(AdaptError, match="No such file or directory: 'no such file'"):
-        construct(load_target(f"{path}:GPT"), config)
+        build(tmp_path, text.replace('["dim"]', '["other"] > 7'), config=config)
 
 
 def test_a_lightning_module_is_a_module_if_lightning_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "lit.py").write_text(
-        "import no_such_lightning as pl\n\n\nclass Net(pl.LightningModule):\n    pass\n"
-    )
-    assert issubclass(load_target(f"{tmp_path}/lit.py"), torch.nn.Module)
+    source = "import no_such_lightning as pl\n\n\nclass Net(pl.LightningModule):\n    pass\n"
+    assert issubclass(loaded(tmp_path, source, None), torch.nn.Module)
 
 
 def test_hyperparameters_are_stored_if_lightning_is_missing(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "lit.py",
-        """
+    source = """
 import no_such_lightning as pl
 from torch import nn
 
@@ -1199,11 +1168,10 @@ class Net(pl.LightningModule):
 
     def forward(self, ids):
         return self.wte(ids)
-""",
-    )
-    model = construct(load_target(str(path)), GPT2Config(vocab_size=89, n_embd=24, n_layer=3))
+"""
+    model = build(tmp_path, source, None, GPT2Config(vocab_size=89, n_embd=24, n_layer=3))
     assert model.wte.weight.shape == (89, 24) and model.device == torch.device("cpu")
-    assert dict(model.hparams) == {"vocab_size": 89, "n_embd": 24, "n_layer": 3}  # type: ignore[call-overload]
+    assert dict(model.hparams) == {"vocab_size": 89, "n_embd": 24, "n_layer": 3}
 
 
 def test_an_encoder_decoder_is_not_selected_instead_of_the_language_model(tmp_path: Path) -> None:

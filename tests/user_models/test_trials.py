@@ -11,10 +11,10 @@ import pytest
 from torch import nn
 
 from compat import AdaptError, GPT2Config
-from compat.user_models import construct, construct_with_call, load_target
+from compat.user_models import construct, load_target
 from compat.user_models.trials import _distance
+from tests.user_models.own_file import CONFIG, described
 
-CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=3, n_head=4)
 # A GPT-2 with the right number of parameters; how they are used does not matter in these tests.
 MODEL = """
 import torch
@@ -43,39 +43,42 @@ class GPT(nn.Module):
 """
 
 
-def written(tmp_path: Path, width: str, inner: str, model: str = MODEL) -> str:
-    path = tmp_path / "own.py"
-    path.write_text(model.replace("WIDTH", width).replace("INNER", inner))
-    return f"{path}:GPT"
+# Without an entry whose value is unknown.
+KNOWN = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
+
+
+def built(
+    tmp_path: Path, model: str, inner: str = "4 * width", width: str = "n_embd"
+) -> tuple[Any, str]:
+    """Return the model whose blocks are as wide as `inner`, and the call that built it."""
+    return described(tmp_path, model.replace("WIDTH", width).replace("INNER", inner))
 
 
 @pytest.mark.parametrize(
     ("inner", "value"), [("cfg.factor * width", 4), ("cfg.factor", 96)], ids=["ratio", "width"]
 )
 def test_an_unknown_size_has_the_value_of_gpt2(tmp_path: Path, inner: str, value: int) -> None:
-    model, call = construct_with_call(load_target(written(tmp_path, "n_embd", inner)), CONFIG)
-    assert model.blocks[0].mlp[0].out_features == 96  # type: ignore[index,union-attr]
+    model, call = built(tmp_path, MODEL, inner)
+    assert model.blocks[0].mlp[0].out_features == 96
     assert model.pos is not None  # its kind is neither of those that the code names
-    assert model.cfg.quick is False  # type: ignore[union-attr]  # only forward reads it
+    assert model.cfg.quick is False  # only forward reads it
     assert f"; found by trying: cfg.kind_of_pos='learned', cfg.factor={value}" in call
 
 
 @pytest.mark.parametrize("width", ["n_embd", "n_hidden"])
 def test_an_ambiguous_name_has_the_value_that_fits(tmp_path: Path, width: str) -> None:
     """Next to `n_embd`, `n_hidden` is usually the MLP's width, but here it may be the model's."""
-    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
     check = "assert cfg.n_embd == cfg.n_hidden or 'WIDTH' == 'n_embd'"
-    source = source.replace("self.cfg, width", f"{check}\n        self.cfg, width")
+    source = KNOWN.replace("self.cfg, width", f"{check}\n        self.cfg, width")
     inner = "4 * width" if width == "n_hidden" else "cfg.n_hidden"
-    model = construct(load_target(written(tmp_path, width, inner, source)), CONFIG)
-    assert model.tok.embedding_dim == 24  # type: ignore[union-attr]
-    assert model.cfg.n_hidden == (24 if width == "n_hidden" else 96)  # type: ignore[union-attr]
+    model, _ = built(tmp_path, source, inner, width)
+    assert model.tok.embedding_dim == 24
+    assert model.cfg.n_hidden == (24 if width == "n_hidden" else 96)
 
 
 def test_an_unknown_size_and_an_ambiguous_name_are_both_found(tmp_path: Path) -> None:
     """The vocabulary is searched for again after `wide` was found to be the width of the heads."""
-    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
-    source = source.replace("cfg.vocab_size", "cfg.words_known").replace(
+    source = KNOWN.replace("cfg.vocab_size", "cfg.words_known").replace(
         "self.tok(ids)", "self.tok(ids) + 0 * self.pos(ids * 0)"
     )
     source = source.replace(
@@ -85,9 +88,9 @@ def test_an_unknown_size_and_an_ambiguous_name_are_both_found(tmp_path: Path) ->
     source = source.replace(
         "Block(width, INNER)", "Block(width, cfg.n_head * cfg.hidden_size, 4 * width)"
     )
-    model, call = construct_with_call(load_target(written(tmp_path, "n_embd", "", source)), CONFIG)
-    assert model.tok.num_embeddings == 97  # type: ignore[union-attr]
-    assert model.blocks[0].out.in_features == 24  # type: ignore[index,union-attr]
+    model, call = built(tmp_path, source, "")
+    assert model.tok.num_embeddings == 97
+    assert model.blocks[0].out.in_features == 24
     assert "cfg.hidden_size=6" in call and "cfg.words_known=97" in call
 
 
@@ -101,9 +104,8 @@ def test_a_member_of_an_enumeration_is_found(tmp_path: Path, entry: str, more: s
     source = MODEL.replace("self.cfg.quick", "True").replace("cfg.kind_of_pos", entry)
     source = source.replace('not in ["rotary", "alibi"]', "== PosKind.LEARNED")
     source = source.replace("self.tok(ids)", "self.tok(ids) + self.pos(ids * 0)")
-    target = load_target(written(tmp_path, "n_embd", "4 * width", enum + source))
-    model, call = construct_with_call(target, CONFIG)
-    assert model.pos.num_embeddings == 32  # type: ignore[union-attr]
+    model, call = built(tmp_path, enum + source)
+    assert model.pos.num_embeddings == 32
     assert f"{entry}=<PosKind.LEARNED: 2>" in call
 
 
@@ -127,11 +129,9 @@ class Config:
     def __init__(self, vocab_size, block_size, n_layer, WIDTH, scores: Scores):
         vars(self).update(locals())
 """
-    source = MODEL.replace("self.cfg.quick", "True").replace("cfg.kind_of_pos", "'learned'")
-    source = source.replace("self.cfg, width = cfg", "self.scores, width = cfg.scores")
+    source = KNOWN.replace("self.cfg, width = cfg", "self.scores, width = cfg.scores")
     source = interface + source.replace("= self.tok(ids)", "= self.scores.weights(self.tok(ids))")
-    target = load_target(written(tmp_path, "n_embd", "4 * width", source))
-    assert "cfg.scores=VanillaSoftmax()" in construct_with_call(target, CONFIG)[1]
+    assert "cfg.scores=VanillaSoftmax()" in built(tmp_path, source)[1]
 
 
 def test_an_implementation_of_an_interface_is_found_in_a_file_beside_it(tmp_path: Path) -> None:
@@ -175,36 +175,31 @@ class GPT(torch.nn.Module):
 
 def test_an_entry_is_missing_only_in_the_config_it_is_read_from(tmp_path: Path) -> None:
     """The tokenizer is read like a config, too."""
-    source = MODEL.replace("self.cfg.quick", "True").replace("cfg.kind_of_pos", "'learned'")
-    source = source.replace("def __init__(self, cfg):", "def __init__(self, cfg, tokenizer):")
+    source = KNOWN.replace("def __init__(self, cfg):", "def __init__(self, cfg, tokenizer):")
     source = source.replace("cfg.vocab_size", "len(tokenizer.vocab)")
-    target = load_target(written(tmp_path, "n_embd", "cfg.factor * width", source))
-    assert "; found by trying: cfg.factor=4" in construct_with_call(target, CONFIG)[1]
+    assert "; found by trying: cfg.factor=4" in built(tmp_path, source, "cfg.factor * width")[1]
 
 
 def test_the_classes_of_a_language_model_are_its_tokens(tmp_path: Path) -> None:
-    source = MODEL.replace("self.cfg.quick", "True").replace("cfg.kind_of_pos", "'learned'")
-    source = source.replace(
+    source = KNOWN.replace(
         "def __init__(self, cfg):", "def __init__(self, cfg, internal, num_classes):"
     )
     source = source.replace("nn.Linear(width, cfg.vocab_size,", "nn.Linear(width, num_classes,")
     source = source.replace("nn.Linear(width, 3 * width), nn.Linear(width, width)", "None, None")
     source = source.replace("self.head(x if True else x + 1)", "[self.head(x)]")
-    model = construct(load_target(written(tmp_path, "n_embd", "internal", source)), CONFIG)
-    assert model.head.out_features == 97  # type: ignore[union-attr]
+    model, _ = built(tmp_path, source, "internal")
+    assert model.head.out_features == 97
 
 
 def test_a_model_that_runs_with_no_value_is_refused(tmp_path: Path) -> None:
     source = MODEL.replace("x = self.tok(ids)", "x = self.tok(ids) @ 'no tensor'")
     with pytest.raises(AdaptError, match=r"needs the argument cfg\.kind_of_pos"):
-        construct(load_target(written(tmp_path, "n_embd", "cfg.factor", source)), CONFIG)
+        built(tmp_path, source, "cfg.factor")
 
 
 def test_a_number_of_layers_is_not_a_switch(tmp_path: Path) -> None:
-    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
-    source = source.replace("range(cfg.n_layer)", "range(cfg.repetitions)")
-    target = load_target(written(tmp_path, "n_embd", "4 * width", source))
-    assert "cfg.repetitions=3" in construct_with_call(target, CONFIG)[1]
+    source = KNOWN.replace("range(cfg.n_layer)", "range(cfg.repetitions)")
+    assert "cfg.repetitions=3" in built(tmp_path, source)[1]
 
 
 def test_a_number_named_head_is_the_number_of_heads(tmp_path: Path) -> None:
@@ -212,17 +207,13 @@ def test_a_number_named_head_is_the_number_of_heads(tmp_path: Path) -> None:
     own = MODEL.replace("def __init__(self, cfg)", "def __init__(self, head, cfg)")
     own = own.replace("        self.cfg, width", "        self.each = 24 // head\n"
                       "        self.cfg, width")  # fmt: skip
-    model, call = construct_with_call(
-        load_target(written(tmp_path, "n_embd", "4 * width", own)), CONFIG
-    )
+    model, call = built(tmp_path, own)
     assert model.each == 6 and "head=4" in call
 
 
 def test_a_number_in_arithmetic_is_not_a_switch(tmp_path: Path) -> None:
-    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
-    source = source.replace("range(cfg.n_layer)", "range(cfg.n_layer * cfg.sharing)")
-    target = load_target(written(tmp_path, "n_embd", "4 * width", source))
-    assert "cfg.sharing=1" in construct_with_call(target, CONFIG)[1]
+    source = KNOWN.replace("range(cfg.n_layer)", "range(cfg.n_layer * cfg.sharing)")
+    assert "cfg.sharing=1" in built(tmp_path, source)[1]
 
 
 def test_a_model_that_is_much_too_large_is_not_built_completely() -> None:
@@ -246,13 +237,11 @@ def test_the_entry_of_the_users_config_that_is_the_width_is_found(
 ) -> None:
     """Its name is meaningless, and another entry may have the same value."""
     own = f"CONFIG = dict(vocab_size=65, block_size=16, n_layer=2, vector=512, {size}=512)\n"
-    source = own + MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
+    source = own + KNOWN
     for name in ("vocab_size", "block_size", "n_layer", "WIDTH"):
         source = source.replace(f"cfg.{name}", f'cfg["{name}"]')
-    model, call = construct_with_call(
-        load_target(written(tmp_path, "vector", "4 * width", source)), CONFIG
-    )
-    assert model.tok.embedding_dim == 24  # type: ignore[union-attr]
+    model, call = built(tmp_path, source, "4 * width", "vector")
+    assert model.tok.embedding_dim == 24
     assert re.search(r"; found by trying: .*\bcfg\.vector=24", call)
 
 
@@ -262,17 +251,16 @@ def test_the_entry_of_the_users_config_that_is_the_width_is_found(
 )
 def test_sizes_with_names_in_another_language_are_found(tmp_path: Path, arguments: str) -> None:
     """They are found by trial, with or without defaults."""
-    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
-    source = source.replace("self, cfg)", f"self, {arguments})").replace(
+    source = KNOWN.replace("self, cfg)", f"self, {arguments})").replace(
         "self.cfg, width = cfg,", "width ="
     )
     own = {"vocab_size": "parole", "block_size": "contesto", "n_layer": "strati"}
     for name, size in {**own, "WIDTH": "larghezza"}.items():
         source = source.replace(f"cfg.{name}", size)
-    model = construct(load_target(written(tmp_path, "", "4 * width", source)), CONFIG)
-    assert model.tok.weight.shape == (97, 24)  # type: ignore[union-attr]
-    assert model.pos.weight.shape == (32, 24)  # type: ignore[union-attr]
-    assert len(model.blocks) == 3  # type: ignore[arg-type]
+    model, _ = built(tmp_path, source, "4 * width", "")
+    assert model.tok.weight.shape == (97, 24)
+    assert model.pos.weight.shape == (32, 24)
+    assert len(model.blocks) == 3
 
 
 @pytest.mark.parametrize("more", ["nn.Identity()", "nn.Linear(width, width)"])
@@ -280,15 +268,14 @@ def test_the_only_size_without_a_role_has_the_only_remaining_role(
     tmp_path: Path, more: str
 ) -> None:
     """128 is a usual default, but not divisible by three heads, unlike the width 24."""
-    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
-    source = source.replace("self, cfg)", "self, vocab, context, heads, depth, big=128)")
+    source = KNOWN.replace("self, cfg)", "self, vocab, context, heads, depth, big=128)")
     source = source.replace("self.cfg, width = cfg,", f"width = big\n        self.more = {more}\n"
                             "        assert width % heads == 0\n        unused =")  # fmt: skip
     own = {"vocab_size": "vocab", "block_size": "context", "n_layer": "depth", "WIDTH": "big"}
     for name, size in own.items():
         source = source.replace(f"cfg.{name}", size)
-    model = construct(load_target(written(tmp_path, "", "4 * width", source)), CONFIG)
-    assert model.tok.weight.shape == (97, 24)  # type: ignore[union-attr]
+    model, _ = built(tmp_path, source, "4 * width", "")
+    assert model.tok.weight.shape == (97, 24)
 
 
 HEADS = """
@@ -325,10 +312,8 @@ class GPT(nn.Module):
 @pytest.mark.parametrize("words", ["int('300')", "97"])
 def test_the_size_that_no_other_argument_has_is_found(tmp_path: Path, words: str) -> None:
     """The vocabulary may be that of a tokenizer; a loop runs over the layers or the heads."""
-    path = tmp_path / "own.py"
-    path.write_text(HEADS.replace("COUNT", words))
-    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
-    assert len(model.blocks[0].heads) == 4  # type: ignore[index,union-attr]
+    model, call = described(tmp_path, HEADS.replace("COUNT", words))
+    assert len(model.blocks[0].heads) == 4
     assert model.tok.num_embeddings == (300 if "300" in words else 97)
     assert "found by trying: n_hc=4" in call
 
@@ -350,14 +335,11 @@ class GPT(nn.Module):
 
 
 def test_a_missing_library_is_named_instead_of_the_argument(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(NEEDS_LIBRARY.replace("ROPE", "Rotary(fuzzy)"))
-    with pytest.raises(
-        AdaptError, match=r"ModuleNotFoundError: No module named 'own_missing_rope'"
-    ):
-        construct(load_target(f"{path}:GPT"), CONFIG)
-    path.write_text(NEEDS_LIBRARY.replace("ROPE", "fuzzy and Rotary(fuzzy)"))  # needed unless 0
-    _, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    missing = r"ModuleNotFoundError: No module named 'own_missing_rope'"
+    with pytest.raises(AdaptError, match=missing):
+        described(tmp_path, NEEDS_LIBRARY.replace("ROPE", "Rotary(fuzzy)"))
+    source = NEEDS_LIBRARY.replace("ROPE", "fuzzy and Rotary(fuzzy)")  # needed unless 0
+    _, call = described(tmp_path, source)
     assert "found by trying: fuzzy=None" in call
 
 
@@ -367,10 +349,9 @@ def test_a_missing_library_is_named_instead_of_the_argument(tmp_path: Path) -> N
 def test_values_that_fit_an_annotation_or_a_name_are_found(
     tmp_path: Path, signature: str, value: float
 ) -> None:
-    path, name = tmp_path / "own.py", signature.partition(":")[0]
+    name = signature.partition(":")[0]
     source = NEEDS_LIBRARY.replace("fuzzy: int", f"{signature}, block_size")
-    path.write_text(source.replace("ROPE", f"[0.0] * int(2 * {name})"))
-    _, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
+    _, call = described(tmp_path, source.replace("ROPE", f"[0.0] * int(2 * {name})"))
     assert f"found by trying: {name}={value}" in call
 
 
@@ -394,10 +375,8 @@ class GPT(nn.Module):
             x = norm(x)
         return x @ self.tokens.weight.T
 """
-    path = tmp_path / "own.py"
-    path.write_text(source)
-    model, call = construct_with_call(load_target(f"{path}:GPT"), CONFIG)
-    assert isinstance(model.norms[0], nn.RMSNorm)  # type: ignore[index]
+    model, call = described(tmp_path, source)
+    assert isinstance(model.norms[0], nn.RMSNorm)
     assert "remove_rmsnorm=False" in call and "no_rope=False" in call
 
 
@@ -408,17 +387,16 @@ def test_an_ambiguous_name_whose_role_the_code_shows(
     tmp_path: Path, width: str, inner: str, more: int
 ) -> None:
     """Additional matrices elsewhere do not change what a name stands for."""
-    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
-    source = source.replace(
+    source = KNOWN.replace(
         "nn.Embedding(cfg.vocab_size, width)", "nn.Embedding(cfg.vocab_size, cfg.WIDTH)"
     )
     source = source.replace(
         "nn.LayerNorm(width)]",
         f"nn.LayerNorm(width)] + [nn.Linear(width, width) for _ in range({more})]",
     )
-    model = construct(load_target(written(tmp_path, width, inner, source)), CONFIG)
-    assert model.tok.embedding_dim == 24  # type: ignore[union-attr]
-    assert model.blocks[0].mlp[0].out_features == 96  # type: ignore[index,union-attr]
+    model, _ = built(tmp_path, source, inner, width)
+    assert model.tok.embedding_dim == 24
+    assert model.blocks[0].mlp[0].out_features == 96
 
 
 @pytest.mark.parametrize("entry", ["n_kv_heads", "dtype"])
@@ -439,8 +417,7 @@ class Config:
     n_kv_heads: int = None
     dtype: torch.dtype = torch.float32
 """
-    source = MODEL.replace("self.cfg.quick", "True").replace("cfg.kind_of_pos", "'learned'")
-    source = source.replace("cfg.block_size", "32")
+    source = KNOWN.replace("cfg.block_size", "32")
     if entry == "dtype":
         source = source.replace("bias=False)", "bias=False, dtype=cfg.dtype)")
         source = source.replace("self.head(x if", "self.head(x.to(torch.bfloat16) if")
@@ -448,7 +425,6 @@ class Config:
         source = source.replace(
             "self.cfg, width", "cfg.group = cfg.n_embd // cfg.n_kv_heads; self.cfg, width"
         )
-    target = load_target(written(tmp_path, "n_embd", "4 * width", config + source))
-    model, call = construct_with_call(target, CONFIG)
+    model, call = built(tmp_path, config + source)
     assert f"; your code only runs with cfg.{entry}=" in call
-    assert model.cfg.n_kv_heads == (4 if entry == "n_kv_heads" else None)  # type: ignore[union-attr]
+    assert model.cfg.n_kv_heads == (4 if entry == "n_kv_heads" else None)
