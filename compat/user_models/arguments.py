@@ -293,9 +293,9 @@ def missing_entries(
         return []
     key = error.args[0] if isinstance(error, KeyError) else error.name
     owner = getattr(error, "obj", None)
-    if isinstance(owner, (tuple, list, Tensor, nn.Module, *PLAIN)):  # no config
-        return []
     read = {name: value for name, value in arguments.items() if value is owner}
+    if not read and isinstance(owner, (tuple, list, Tensor, nn.Module, *PLAIN)):  # no config
+        return []
     return [
         f"{name}.{key}"
         for name, value in (read or arguments).items()

@@ -234,7 +234,11 @@ def _call(target: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> str
 
 def _listed_entries(entries: Mapping[str, Any]) -> str:
     """Write `{"config": {"n": 1}, "dim": 2}` as `config.n=1, dim=2`."""
-    return ", ".join(f"{name}={_shown(value)}" for name, value in flattened(entries).items())
+    shown = {
+        name: _shown(value) if isinstance(value, type) or len(_repr(value)) >= 60 else _repr(value)
+        for name, value in flattened(entries).items()
+    }
+    return ", ".join(f"{name}={text}" for name, text in shown.items())
 
 
 def _shown(value: object) -> str:
@@ -242,11 +246,16 @@ def _shown(value: object) -> str:
     if type(value).__repr__ is object.__repr__:
         entries = ", ".join(f"{name}={each!r}" for name, each in attributes(value).items())
         return f"{type(value).__name__}({entries})"
+    if isinstance(value, nn.Module):
+        return f"{type(value).__name__}(…)"
     if isinstance(value, (FunctionType, ModuleType, type)):
         return value.__name__
+    return _repr(value)
+
+
+def _repr(value: object) -> str:
+    """Return the repr of a value, whose own method may fail."""
     try:
-        text = repr(value)
-    except Exception:  # the user's own method
-        text = ""
-    long = isinstance(value, nn.Module) and len(text) >= 60
-    return text if text and not long else f"{type(value).__name__}(…)"
+        return repr(value)
+    except Exception:
+        return f"{type(value).__name__}(…)"

@@ -58,6 +58,7 @@ PARTS = (
     "(?i)block|layer(?!_?norm)",
     "(?i)head",
 )
+ENCODER = re.compile("(?i)encoder(?!.*decoder)|bert")  # in the name of a model
 RECURRENT = re.compile(r"nn\.(LSTM|GRU|RNN)(Cell)?\(")
 OTHER_MODELS = re.compile(
     "Classif|Pooled|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un|Similarity|Entail"
@@ -760,6 +761,7 @@ def _root(
     single = [name for name in every if not _takes_two_sequences(classes[name])]
     roots = single or every
     roots = [n for n in roots if not RECURRENT.search(ast.unparse(classes[n]))] or roots
+    roots = [n for n in roots if not ENCODER.search(n)] or roots
     roots = [n for n in roots if not _takes_classes(classes[n])] or roots
     roots = _most(roots, classes, FEATURES)  # without helpers that are left over
     if len(roots) > 1:

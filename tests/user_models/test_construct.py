@@ -1503,8 +1503,7 @@ class GPT(nn.Module):
     def forward(self, ids):
         return self.wte(ids) @ self.wte.weight.T
 """
-    target = load_target(f"{written(tmp_path, source)}:GPT")
-    model, call = construct_with_call(target, CONFIG)
+    model, call = described(tmp_path, source)
     assert vars(model)["loaded"] is False and "config.weights_from=None" in call
 
 
@@ -1529,8 +1528,7 @@ class GPT(nn.Module):
             x = x.to(pair.width)
         return x @ self.wte.weight.T
 """
-    target = load_target(f"{written(tmp_path, source)}:GPT")
-    model, call = construct_with_call(target, CONFIG)
+    model, call = described(tmp_path, source)
     assert model(torch.arange(5)[None]).shape == (1, 5, 97)
     assert "config.use_streams=False" in call
 
