@@ -6,6 +6,7 @@ import json
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -241,3 +242,18 @@ def test_untraced_code_that_runs_only_with_one_length_is_not_compatible(
     assert {f.code for f in found.findings} == {"untraced", "unexplained"}
     assert found.parity is not None and all(tap.passed for tap in found.parity.taps)
     assert not found.parity.passed and not found.compatible
+
+
+def test_a_model_that_fails_at_random_accepts_sequences_of_any_length(tiny: Path) -> None:
+    model = build_style("nano", tiny)
+    own, lengths = model.forward, list[int]()
+
+    def forward(ids: Tensor, *args: Any) -> Any:
+        lengths.append(ids.shape[1])
+        if lengths.count(12) == 1 and lengths[-1] == 12:
+            raise KeyError("a character that is printed now and then")
+        return own(ids, *args)
+
+    model.forward = forward
+    assert "fixed_length" not in {f.code for f in adapt(model, tiny).findings}
+    assert lengths.count(12) >= 2
