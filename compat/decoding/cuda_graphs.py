@@ -104,7 +104,7 @@ class CudaTransformer(Transformer):
         self._unused: dict[int, tuple[Tensor, dict[Any, DecodeGraph]]] = {}  # by batch, at most one
 
     def new_cache(self, batch: int) -> GraphCache:
-        """Return an empty cache: the previous one with its graphs, if it is no longer in use."""
+        """Return an empty cache, with memory and graphs of the last text if that has ended."""
         kv, graphs = self._unused.pop(batch, (None, {}))
         if kv is None:
             with torch.inference_mode(False):  # tensors that were made in it change only in it

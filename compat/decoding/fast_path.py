@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from compat import layers
 from compat.config import GPT2Config
-from compat.decoding.cuda_graphs import CudaTransformer
 from compat.decoding.decoder import Decoder, HasDecoder
 from compat.decoding.matrices import Blas
+from compat.decoding.native import transformer_class
 from compat.decoding.plain import PlainDecoder
 from compat.decoding.static import StaticDecoder
 from compat.decoding.transformer import Transformer
@@ -81,7 +81,7 @@ def transformer_of(model: Model) -> Transformer:
         return [tensor.t() for tensor in tensors] if transposed else tensors
 
     (wte,), (wpe,) = read("wte.weight"), read("wpe.weight")
-    kind = CudaTransformer if wte.is_cuda else Transformer
+    kind = transformer_class(Blas, wte.device)
     return kind(config, (wte, wpe), read, Blas, wte.dtype)
 
 

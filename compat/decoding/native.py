@@ -81,7 +81,7 @@ NATIVE: tuple[Pack, ...] = (
 
 
 def transformer_class(pack: Pack, device: torch.device) -> type[Transformer]:
-    """Return the class of transformer that is fastest with weights packed this way."""
+    """Return the class of transformer that is fastest with weights packed this way on a device."""
     if device.type == "cuda":
         return CudaTransformer
     return NativeTransformer if pack in NATIVE else Transformer

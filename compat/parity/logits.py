@@ -160,11 +160,9 @@ class _LogitsProver:
                 return None
             if isinstance(raised, CompatError):  # the message says what the model returned
                 return InputResult(item.name, (B, T), error=str(raised))
-            *_, last = [None, *users_frames(raised)]
-            file, line = (last.filename, last.lineno) if last else (None, None)
-            return InputResult(
-                item.name, (B, T), error=exception_summary(raised), file=file, line=line
-            )
+            error, frames = exception_summary(raised), users_frames(raised)
+            file, line = (frames[-1].filename, frames[-1].lineno) if frames else (None, None)
+            return InputResult(item.name, (B, T), error=error, file=file, line=line)
         if logits.shape not in ((B, T, V), (B, 1, V)):
             error = f"the model returned {list(logits.shape)}, but must return {[B, T, V]}"
         elif self.reference.module_calls != calls:

@@ -81,9 +81,9 @@ class Code:
         others = [constant(None), constant(1), *sizes, constant(10000.0), constant(())]
         if role := role_of_number(name, self._names):  # such as `head`
             others = [of_role(role), *others]
+        is_size = re.search("(size|dim|length|width|channels)$", plain(name))
         is_number = re.search(rf"{word}\s*(:\s*int\b|[*/%])|[*/%]\s*{word}", text)
-        is_number = is_number or re.search("(size|dim|length|width|channels)$", plain(name))
-        return others if is_number else [*switches, *others]
+        return others if is_size or is_number else [*switches, *others]
 
     def is_boolean(self, entry: str) -> bool:
         """Return whether the code annotates an entry as a boolean, or its name says so."""

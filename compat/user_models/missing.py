@@ -274,10 +274,13 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     **kwargs: Any,
 ) -> Tensor:
-    """What flash-attn computes on a GPU, where it is missing: attention of (B, T, H, D).
+    """Compute in torch what flash-attn computes on a GPU: attention of q, k and v (B, T, H, D).
 
-    Positions are aligned at the end, and a token attends to `window_size` others on each side; −1
-    is no limit. Softcaps and ALiBi are not computed.
+    The last query and the last key have the same position. A token attends to up to `window_size`
+    tokens before and after it, or to all if that is −1.
+
+    Raises:
+        ModuleNotFoundError: softcapping, ALiBi or the probabilities are requested.
     """
     more = kwargs.get("softcap") or kwargs.get("return_attn_probs")
     if more or kwargs.get("alibi_slopes") is not None:
@@ -299,7 +302,7 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The same of (B, T, 3, H, D)."""
+    """Compute the same for q, k and v in one tensor (B, T, 3, H, D)."""
     q, k, v = qkv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 

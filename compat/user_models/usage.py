@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import resolve_name
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -139,8 +140,9 @@ def _sections_in(tree: ast.Module) -> set[str]:
 def assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
     """Return the targets and values of a statement: two of `a, b = 1, 2`; none of other nodes."""
     match node:
-        case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
-            return [*zip(targets, values, strict=True)]
+        case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
+            before_rest = takewhile(lambda target: not isinstance(target, ast.Starred), targets)
+            return [*zip(before_rest, values, strict=False)]
         case ast.Assign([target], value) | ast.AnnAssign(target, _, ast.expr() as value):
             return [(target, value)]
     return []

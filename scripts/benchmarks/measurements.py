@@ -114,6 +114,7 @@ class Measurements:
 
 
 def device_name(device: str) -> str:
+    """Return "cpu", or the name of the GPU."""
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 

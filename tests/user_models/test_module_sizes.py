@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 
 from compat import AdaptError, GPT2Config
 from compat.user_models import construct, load_target, resized
+from compat.user_models.usage import assigned
 from tests.adapt_project import GPT
 from tests.command_line import Cli
 from tests.user_models.own_file import CONFIG, build, described, loaded
@@ -143,6 +145,23 @@ class Own(MyGPT):
     assert cls().part.built_for == (10, 5, 6, 12, 30, 5)
     assert construct(cls, CONFIG).part.built_for == (24, 6, 3, 6, 72, 5)
     assert cls().part.built_for == (10, 5, 6, 12, 30, 5)
+
+
+@pytest.mark.parametrize(
+    ("statement", "pairs"),
+    [
+        ("a = x", "a=x"),
+        ("a: int = x", "a=x"),
+        ("a, b = x, y", "a=x b=y"),
+        ("a, *b = x, y, z", "a=x"),
+        ("*a, b = x, y, z", ""),
+        ("a: int", ""),
+    ],
+)
+def test_targets_of_an_assignment_are_paired_with_their_values(statement: str, pairs: str) -> None:
+    [node] = ast.parse(statement).body
+    found = [f"{ast.unparse(target)}={ast.unparse(value)}" for target, value in assigned(node)]
+    assert found == pairs.split()
 
 
 def test_annotated_values_that_are_computed_from_sizes_are_updated(tmp_path: Path) -> None:
