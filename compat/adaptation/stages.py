@@ -34,7 +34,7 @@ from compat.adaptation.mapping.assignments import (
 from compat.adaptation.mapping.taps import find_taps, module_taps
 from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.tracing.calling import CallSignature, Forward, Wrapped
-from compat.adaptation.tracing.graph import Graph, size
+from compat.adaptation.tracing.graph import Graph, ShapeChanged, size
 from compat.adaptation.tracing.record import to_graph
 from compat.adaptation.tracing.rewrites import normalize
 from compat.checkpoint import Checkpoint
@@ -169,6 +169,8 @@ def map_graph(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> Ma
         assignments = find_assignments(anatomy, places, config, partial)
         assignments.output_softmax = output_softmax
         unmatched = drop_misfits(graph, assignments, checkpoint)
+    except ShapeChanged:
+        raise
     except GRAPH_ERRORS as error:
         raise AdaptError(
             "the model's graph has a form that compat does not know, which raised "

@@ -185,7 +185,7 @@ def _arguments(
             arguments[name] = by_name[1]
         elif required and inner is not None:
             takes_class = TAKES_CLASS.search(name) is not None
-            arguments[name] = inner if takes_class else _made(inner, config)
+            arguments[name] = inner if takes_class else _made_beside(inner, arguments, config)
         elif required:
             missing.append(name)
         missing += [f"{name}.{key}" for key in unknown]
@@ -196,6 +196,16 @@ def _made(cls: type[nn.Module], config: GPT2Config, *, other_ways: bool = True) 
     from compat.user_models.construct import construct  # which finds the arguments here
 
     return construct(cls, config, other_ways=other_ways)
+
+
+def _made_beside(
+    cls: type[nn.Module], arguments: Mapping[str, Any], config: GPT2Config
+) -> nn.Module:
+    """Return the module that a constructor takes beside other arguments, such as its config."""
+    required = [n for n, p in parameters_of(cls).items() if p.default is p.empty]
+    if required and {*required} <= {*arguments}:
+        return cls(**{name: arguments[name] for name in required})
+    return _made(cls, config)
 
 
 def _annotation(parameter: Parameter) -> str:
@@ -212,6 +222,8 @@ def _inner_class(cls: Callable[..., Any], parameter: Parameter) -> type[nn.Modul
     ]  # fmt: skip
     annotated = [c for c in classes if c.__name__ == _annotation(parameter)]
     named = [c for c in classes if plain(c.__name__) == plain(parameter.name)]
+    if _annotation(parameter) == "Module":  # `attention: nn.Module`, such as a FlashAttention
+        named += [c for c in classes if plain(parameter.name) in plain(c.__name__)]
     return next((_implementation(c) for c in [*annotated, *named]), None)
 
 

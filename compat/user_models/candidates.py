@@ -14,6 +14,7 @@ from torch import nn
 from compat.config import GPT2Config
 from compat.user_models.arguments import parameters_of
 from compat.user_models.entries import last_part
+from compat.user_models.own_calls import constants_named
 from compat.user_models.synonyms import CLASSES, plain, role_of, role_of_number, value_of
 from compat.user_models.usage import is_users_class, modules_text, reads, users_globals
 
@@ -24,6 +25,7 @@ SIZE_ROLES = (
 )  # fmt: skip
 # Sizes that every GPT-2 has, the most likely first where a loop runs over an unknown number.
 NECESSARY = ("n_layer", "n_head", "vocab_size", "n_embd", "n_positions")
+MOST_OWN = 4  # of the user's own values that are tried
 # How authors name the implementation of an interface that others are compared with.
 USUAL = re.compile(
     "standard|default|vanilla|traditional|classic|regular|normal|learned|usual|plain", re.IGNORECASE
@@ -34,7 +36,7 @@ class Code:
     """What the user's code says about the arguments of a class."""
 
     def __init__(self, target: type[nn.Module]) -> None:
-        self._text = modules_text(target)
+        self._target, self._text = target, modules_text(target)
         # The values of its enumerations and interfaces, by the names of these.
         self._choices = _choices(target)
         # Those of the arguments, and of the entries that are read from them.
@@ -43,7 +45,16 @@ class Code:
         self._names, self._roles = names, {role_of(name, names) for name in names}
 
     def candidates(self, entry: str) -> list[Value]:
-        """Return the possible values of an argument or `argument.entry`, the most likely first."""
+        """Return the possible values of an argument or `argument.entry`, the most likely first.
+
+        The user's own values of this name come first, except for a window.
+        """
+        by_use, name = self._by_use(entry), last_part(entry)
+        own = [] if "window" in plain(name) else constants_named(self._target, name)
+        return [*map(constant, own[:MOST_OWN]), *by_use]
+
+    def _by_use(self, entry: str) -> list[Value]:
+        """Return the possible values by what the code does with them, the most likely first."""
         name, text = last_part(entry), self._text
         word = rf"\b{re.escape(name)}\b"
         for kind, values in self._choices.items():  # `norm_type` or `norm: NormType`

@@ -23,6 +23,7 @@ from textwrap import shorten
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from compat.config import GPT2Config
@@ -111,6 +112,9 @@ def construct_with_call(
         failure = error
     with _quietly():
         works = not failure and runs(model, config)
+        if not works and not failure and _has_wider_buffers(model) and runs(model.float(), config):
+            works = True
+            more += "; your code only runs after model.float()"
         other = None if works else next(Search(target, config, kwargs).other_ways(), None)
     if other is not None:
         sizes, own = other
@@ -125,6 +129,12 @@ def construct_with_call(
     elif failure is not None:
         raise failure
     return model, described + more
+
+
+def _has_wider_buffers(model: nn.Module) -> bool:
+    """Return whether all parameters are float32 and a buffer, as made with NumPy, is float64."""
+    types = {parameter.dtype for parameter in model.parameters()}
+    return types == {torch.float32} and any(b.dtype == torch.float64 for b in model.buffers())
 
 
 def found_by_trying(

@@ -4,11 +4,15 @@ The model may not need them. Their names can be imported and used in annotations
 loaded, they can be called outside of functions, as in `config = load("config.yaml")`; such a call
 returns an `Unknown`. As decorators they return the decorated object. A call whose result is not
 used, such as `logger.info(…)`, does nothing in code that imports the library. One that makes an
-attribute for training, as in `self.loss = Loss()`, returns an `Unknown`. Any other use raises the
-import error. A module of an installed library counts as missing too if it cannot be imported
-without another library, such as `torch.utils.tensorboard`.
+attribute for training, as in `self.loss = Loss()`, returns an `Unknown`. A class that derives from
+them alone is a name like them; one that derives from `nn.Module` too lacks only what they add. Any
+other use raises the import error.
 
-Lightning's module and the functions of flash-attn have stand-ins that compute the same.
+A module of an installed library counts as missing too if it cannot be imported without another
+library, such as `torch.utils.tensorboard`, and so does a name that the installed version lacks.
+
+Lightning's module, the functions of flash-attn and fairscale's parallel layers have stand-ins that
+compute the same in one process.
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import module_from_spec
 from itertools import islice
-from types import FrameType, ModuleType
-from typing import Any, TypeVar
+from types import FrameType, ModuleType, TracebackType
+from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -66,13 +70,16 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
                     names = (".".join(parts[: i + 1]) for i in range(len(parts)))
                     name = next((n for n in names if n not in sys.modules), "")
                 elif isinstance(cause, ImportError):
+                    if finder.add_name(cause):
+                        first = first or error
+                        continue
                     name = _missing_submodule(cause)
                 if finder.names and (not name or name in finder.names):
                     name = _failed_module(cause)
                     if name and name not in finder.names:  # other finders would find it
                         sys.modules[name] = module_from_spec(finder.spec(name))
                 if not name or name in finder.names:
-                    if first is None or isinstance(error, _UsedError):
+                    if first is None or isinstance(cause, _UsedError):
                         raise
                     raise first from None
                 first = first or error
@@ -82,6 +89,7 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
         for name in [n for n, m in sys.modules.items() if isinstance(m, _MissingModule)]:
             if finder.covers(name):
                 del sys.modules[name]
+        finder.remove_names()
         if finder.names:
             _forget_installed()
 
@@ -172,6 +180,8 @@ class Unknown:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in STAND_INS:  # as of get_kernel("flash-attn3")
+            return STAND_INS[name]
         role = role_of(name) if _configs else None
         if role is None:
             return Unknown(self._error)
@@ -211,6 +221,24 @@ class _Finder:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.added: list[tuple[ModuleType, str]] = []  # names in modules of installed libraries
+
+    def add_name(self, error: ImportError) -> bool:
+        """Add the name that an installed module lacks, as in another version than the user's."""
+        name = re.match(r"cannot import name '(\w+)' from", str(error))
+        module = sys.modules.get(error.name or "")
+        file = getattr(module, "__file__", None)
+        if not name or module is None or file is None or is_users(file):
+            return False
+        if hasattr(module, name[1]) or module.__name__.partition(".")[0] == "compat":
+            return False
+        setattr(module, name[1], _Missing(name[1], (), {"library": f"{error.name}.{name[1]}"}))
+        self.added.append((module, name[1]))
+        return True
+
+    def remove_names(self) -> None:
+        for module, name in self.added:
+            delattr(module, name)
 
     def covers(self, name: str) -> bool:
         """Return whether a module is missing: one of the names, or in such a package."""
@@ -307,7 +335,33 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return flash_attn_func(q, k, v, *args, **kwargs)
 
 
+class ParallelLinear(nn.Linear):
+    """What fairscale's parallel projections compute in one process."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init__(in_features, out_features, bias)
+
+
+class ParallelEmbedding(nn.Embedding):
+    """What fairscale's parallel embedding computes in one process."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, **kwargs: Any) -> None:
+        super().__init__(num_embeddings, embedding_dim, kwargs.get("padding_idx"))
+
+
+def get_model_parallel_world_size() -> int:
+    """Return the number of processes."""
+    return 1
+
+
 STAND_INS: dict[str, Any] = {
+    "ColumnParallelLinear": ParallelLinear,
+    "RowParallelLinear": ParallelLinear,
+    "ParallelEmbedding": ParallelEmbedding,
+    "VocabParallelEmbedding": ParallelEmbedding,
+    "get_model_parallel_world_size": get_model_parallel_world_size,
     "LightningModule": LightningModule,
     "flash_attn_func": flash_attn_func,
     "flash_attn_qkvpacked_func": flash_attn_qkvpacked_func,
@@ -341,12 +395,19 @@ class _Missing(type):
     """The type of a name in a missing library: a class, so that it can be an annotation."""
 
     library: str
+    line: TracebackType | None = None  # that derives a class from it
 
-    def __new__(cls, name: str, bases: tuple[type, ...], entries: dict[str, Any]) -> _Missing:
-        for base in bases:
-            if isinstance(base, _Missing):
-                raise base.error()
-        return super().__new__(cls, name, bases, entries)
+    def __new__(
+        cls, name: str, bases: tuple[type, ...], entries: dict[str, Any], **options: Any
+    ) -> _Missing:
+        missing = [base for base in bases if isinstance(base, _Missing)]
+        if kept := tuple(base for base in bases if base not in missing):  # beside nn.Module
+            return cast(_Missing, type(kept[0])(name, kept, entries))
+        if missing:
+            frame = sys._getframe(1)
+            line = TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
+            entries = {**entries, "library": missing[0].library, "line": line}
+        return super().__new__(cls, name, (), entries)
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
@@ -358,6 +419,8 @@ class _Missing(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
+        if re.fullmatch(r"is_\w+_available", cls.__name__):
+            return False
         if _loading and _decorates(caller, args, kwargs):
             return args[0]
         if _loading and (caller.f_code.co_name == "<module>" or _line(caller).startswith("@")):
@@ -374,7 +437,8 @@ class _Missing(type):
         raise cls.error()
 
     def error(cls) -> ModuleNotFoundError:
-        return _UsedError(f"No module named {cls.library!r}", name=cls.library)
+        error = _UsedError(f"No module named {cls.library!r}", name=cls.library)
+        return error.with_traceback(cls.line)
 
 
 def _line(frame: FrameType) -> str:

@@ -15,9 +15,10 @@ import inspect
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -242,21 +243,76 @@ def _is_module_or_config(value: Any) -> bool:
 
 
 def own_calls(target: type[nn.Module]) -> list[OwnCall]:
-    """Return the calls of a class in the user's project, those in its own file first."""
+    """Return the calls of a class in the user's project, those in its own file first.
+
+    A dictionary that holds all arguments that the class requires counts as a call: `GPT(**it)`.
+    """
     modules, folders = user_modules(target), users_folders(target)
     trees = {str(module.__file__): tree_of(module) for module in modules[:1]}
     values = {n: v for module in reversed(modules) for n, v in list(vars(module).items())}
-    for file in _files(target):
-        if str(file) not in trees:
-            with contextlib.suppress(Exception):
-                source = read_source(file)
-                if f"{target.__name__}(" in source and f"class {target.__name__}" not in source:
-                    trees[str(file)] = ast.parse(source)
+    required = required_names(target)
+    for file, source in _sources(target):
+        is_call = f"{target.__name__}(" in source
+        if file not in trees and (is_call or (len(required) > 2 and _names_all(source, required))):
+            with contextlib.suppress(SyntaxError):
+                trees[file] = ast.parse(source)
     found = [
         OwnCall(node, names, _options(tree), values | _imported(node, tree, folders), target)
-        for tree in trees.values() for node, names in _calls(tree, target.__name__, {})
-    ]  # fmt: skip
+        for tree in trees.values()
+        for node, names in _calls(tree, target.__name__, required, {})
+    ]
     return [*{ast.unparse(call.node): call for call in reversed(found)}.values()][::-1][:MOST_CALLS]
+
+
+def required_names(target: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that a constructor requires."""
+    parameters = inspect.signature(target).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.default is p.empty and p.kind in named]
+
+
+def _names_all(source: str, names: Iterable[str]) -> bool:
+    return all(re.search(rf"\b{name}\b", source) for name in names)
+
+
+def constants_named(target: Callable[..., Any], name: str) -> list[Any]:
+    """Return the constants that the user's project gives to a name, those in its own files first.
+
+    They are assigned to it, or are the value of an argument, a default, an option or an entry.
+    """
+    trees = [tree_of(module) for module in user_modules(target)]
+    for _, source in _sources(target):
+        if _names_all(source, [name]):
+            with contextlib.suppress(SyntaxError):
+                trees.append(ast.parse(source))
+    found: list[Any] = []
+    for value in chain.from_iterable(_values_of(tree, name) for tree in trees):
+        with contextlib.suppress(ValueError, TypeError):  # no constant
+            constant = ast.literal_eval(value)
+            if (type(constant), constant) not in [(type(each), each) for each in found]:
+                found.append(constant)
+    return found
+
+
+def _values_of(tree: ast.Module, name: str) -> Iterator[ast.expr]:
+    """Yield the expressions that a file binds to a name."""
+    for node in ast.walk(tree):
+        for target, value in assigned(node):
+            if isinstance(target, (ast.Name, ast.Attribute)) and _last_name(target) == name:
+                yield value
+        match node:
+            case ast.keyword(arg, value) if arg == name:
+                yield value
+            case ast.Dict(keys, values):
+                pairs = zip(keys, values, strict=True)
+                yield from (v for k, v in pairs if isinstance(k, ast.Constant) and k.value == name)
+            case ast.FunctionDef():
+                yield from (value for own, value in _defaults(node).items() if own == name)
+    yield from (value for own, value in _options(tree).items() if own == name)
+
+
+def _last_name(node: ast.Name | ast.Attribute) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr
 
 
 def _imported(call: ast.Call, tree: ast.Module, folders: list[Path]) -> dict[str, Any]:
@@ -276,8 +332,10 @@ def _imported(call: ast.Call, tree: ast.Module, folders: list[Path]) -> dict[str
     return found
 
 
-def _files(target: type[nn.Module]) -> list[Path]:
-    """Return the Python files of the target's project, the nearest first.
+def _sources(target: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    """Yield the Python files of the target's project and their source, the nearest first.
+
+    Files with a class of the same name are left out, which is another one.
 
     Subfolders are searched if a file such as pyproject.toml marks the top of the project: other
     folders may hold other projects.
@@ -288,35 +346,67 @@ def _files(target: type[nn.Module]) -> list[Path]:
         for pattern in ("*.py", "*/*.py", "*/*/*.py")[:depth]:
             found |= dict.fromkeys(sorted(folder.glob(pattern)))
     small = (file for file in found if file.stat().st_size <= MOST_BYTES)
-    return [file for file, _ in zip(small, range(MOST_FILES), strict=False)]
+    for file in islice(small, MOST_FILES):
+        source = ""
+        with contextlib.suppress(Exception):  # it cannot be read
+            source = read_source(file)
+        if f"class {target.__name__}" not in source:
+            yield str(file), source
 
 
 def _calls(
-    node: ast.AST, name: str, names: Mapping[str, ast.expr]
+    node: ast.AST, name: str, required: Sequence[str], names: Mapping[str, ast.expr]
 ) -> Iterator[tuple[ast.Call, Mapping[str, ast.expr]]]:
-    """Yield the calls of a name below a node, and what is assigned to names in their scopes."""
+    """Yield the calls of a name below a node, and what is assigned to names in their scopes.
+
+    So does a dictionary of the required arguments, if these are several.
+    """
     if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
         names = {**names, **_assigned(node)}
     match node:
         case ast.Call(ast.Name(called) | ast.Attribute(_, called)) if called == name:
             yield node, names
+        case ast.Call(ast.Name("dict"), [], keywords) if _holds(
+            required, [k.arg for k in keywords]
+        ):
+            yield node, names
+        case ast.Dict(keys, values) if _holds(required, map(_constant, keys)):
+            pairs = zip(map(_constant, keys), values, strict=True)
+            keywords = [ast.keyword(key, value) for key, value in pairs if isinstance(key, str)]
+            yield ast.Call(ast.Name("dict"), [], keywords), names
     for child in ast.iter_child_nodes(node):
-        yield from _calls(child, name, names)
+        yield from _calls(child, name, required, names)
+
+
+def _holds(required: Sequence[str], names: Iterable[object]) -> bool:
+    """Return whether these are the arguments of a constructor that requires several."""
+    return len(required) > 2 and {*required} <= {*names}
+
+
+def _constant(node: ast.expr | None) -> object:
+    return node.value if isinstance(node, ast.Constant) else None
 
 
 def _assigned(scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, ast.expr]:
     """Return the expressions assigned to names in a scope, and a function's defaults."""
     found: dict[str, ast.expr] = {}
     if not isinstance(scope, ast.Module):
-        defaults = scope.args.defaults
-        last = scope.args.args[len(scope.args.args) - len(defaults) :]
-        found = {arg.arg: value for arg, value in zip(last, defaults, strict=True)}
+        found = _defaults(scope)
     inner = [*scope.body]
     for node in inner:  # grows
         found |= {t.id: value for t, value in assigned(node) if isinstance(t, ast.Name)}
         if isinstance(node, (ast.If, ast.With, ast.For, ast.Try)):
             inner += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
     return found
+
+
+def _defaults(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, ast.expr]:
+    """Return the defaults of a function's arguments."""
+    own = function.args
+    last = own.args[len(own.args) - len(own.defaults) :]
+    found = {arg.arg: value for arg, value in zip(last, own.defaults, strict=True)}
+    named = zip(own.kwonlyargs, own.kw_defaults, strict=True)
+    return found | {arg.arg: value for arg, value in named if value is not None}
 
 
 def _options(tree: ast.Module) -> dict[str, ast.expr]:

@@ -30,7 +30,7 @@ from compat.user_code import (
     translated,
     users_frames,
 )
-from compat.user_models.missing import Unknown, despite_missing_libraries
+from compat.user_models.missing import Unknown, despite_missing_libraries, is_missing
 from compat.user_models.notebook import (
     LazyModule,
     is_main_guard,
@@ -531,7 +531,7 @@ def _chosen(
         close = difflib.get_close_matches(name.lower(), list(folded), 1)
         hint = f" Did you mean {folded[close[0]]!r}?" if close else ""
         raise AdaptError(f"no class or function {name!r} in {place}.{hint} {there_are}") from None
-    if isinstance(found, Unknown):
+    if isinstance(found, Unknown) or is_missing(found):
         with translated(f"{place} cannot be executed"):
             raise found.error()
     if isinstance(found, nn.Module):

@@ -16,7 +16,7 @@ from compat.adaptation.diagnosis.attention_formula import AttentionFormula, atte
 from compat.adaptation.mapping.assignments import find_assignments
 from compat.adaptation.mapping.linear_maps import LinearMap, linear_map, token_view
 from compat.adaptation.tracing.calling import find_signature
-from compat.adaptation.tracing.graph import Graph
+from compat.adaptation.tracing.graph import Graph, ShapeChanged
 from compat.adaptation.tracing.record import to_graph
 from compat.adaptation.tracing.rewrites import drop_zero_terms
 from tests.adaptation.catalogue import MODELS, MUTATIONS, composed
@@ -278,3 +278,15 @@ def test_the_formula_of_gpt2_is_that_of_scaled_dot_product_attention() -> None:
     probs = AttentionFormula(causal(7), SCALE).probabilities(q @ k.mT)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(probs @ v, expected)
+
+
+def test_a_shape_that_depends_on_values_is_named_if_an_operation_fails_with_others() -> None:
+    def routed(x: Tensor, w: Tensor) -> Tensor:
+        chosen = x[x[..., 0] > 0]
+        return (chosen * torch.ones(len(chosen), 1)).sum() + x * w
+
+    graph, model = graph_of(routed)
+    [out] = graph.run([graph.output], {}, double=False)
+    torch.testing.assert_close(out, model(graph.example))
+    with pytest.raises(ShapeChanged, match=r"at .*test_graph\.py:\d+$"):
+        graph.run([graph.output], {graph.input: graph.example[:, :1].expand(2, 5)})

@@ -1764,3 +1764,73 @@ class GPT(Core):
     model, call = described(tmp_path, source)
     assert model.extra == (False, True)
     assert "your Config has use_folding=True" in call
+
+
+def test_a_module_that_is_annotated_gets_the_same_config(tmp_path: Path) -> None:
+    source = """
+from torch import nn
+
+class FastAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.width, self.linear = config.n_embd, nn.Linear(config.n_embd, config.n_embd)
+
+class GPT(nn.Module):
+    def __init__(self, config, attention: nn.Module):
+        super().__init__()
+        self.config, self.attention = config, attention
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+
+    def forward(self, ids):
+        return self.attention.linear(self.wte(ids)) @ self.wte.weight.T
+"""
+    model = build(tmp_path, source)
+    assert type(model.attention).__name__ == "FastAttention"
+    assert model.attention.width == CONFIG.n_embd
+
+
+def test_buffers_in_float64_are_converted_if_the_code_runs_only_then(tmp_path: Path) -> None:
+    source = """
+import numpy as np
+import torch
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_ctx, n_embd):
+        super().__init__()
+        self.wte, self.head = nn.Embedding(vocab_size, n_embd), nn.Linear(n_embd, vocab_size)
+        self.register_buffer("table", torch.tensor(np.sin(np.arange(n_ctx))[:, None]))
+
+    def forward(self, ids):
+        return self.head(self.wte(ids) + self.table[: ids.shape[1]])
+"""
+    model, call = described(tmp_path, source)
+    assert model.table.dtype == torch.float32
+    assert call.endswith("; your code only runs after model.float()")
+    model, call = described(tmp_path, source.replace(": ids.shape[1]]", ": ids.shape[1]].float()"))
+    assert model.table.dtype == torch.float64
+    assert "float()" not in call
+
+
+def test_fairscales_parallel_layers_are_those_of_torch(tmp_path: Path) -> None:
+    source = """
+import no_fairscale.initialize as fs_init
+from no_fairscale.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_embd):
+        super().__init__()
+        width = 2 * n_embd // fs_init.get_model_parallel_world_size()
+        self.wte = ParallelEmbedding(vocab_size, n_embd, init_method=lambda x: x)
+        self.up = ColumnParallelLinear(n_embd, width, bias=False, gather_output=False)
+        self.down = RowParallelLinear(width, n_embd, input_is_parallel=True)
+
+    def forward(self, ids):
+        return self.down(self.up(self.wte(ids))) @ self.wte.weight.T
+"""
+    model = build(tmp_path, source)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    assert shapes == {
+        "wte.weight": (97, 24), "up.weight": (48, 24), "down.weight": (24, 48), "down.bias": (24,),
+    }  # fmt: skip

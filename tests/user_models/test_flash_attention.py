@@ -59,9 +59,17 @@ def test_what_it_does_not_compute_is_refused(option: dict[str, object]) -> None:
         flash_attn_func(q, q, q, causal=True, **option)
 
 
+IMPORTS = {
+    "a function": "from no_flash_attn import flash_attn_func\n",
+    "a kernel": "from no_kernels import get_kernel\n"
+    'flash_attn_func = get_kernel("fast/attention").interface.flash_attn_func\n',
+}
+
+
+@pytest.mark.parametrize("imported", IMPORTS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_model_that_needs_it_is_compared(
-    tmp_path: Path, make_checkpoint: MakeCheckpoint, causal: bool
+    tmp_path: Path, make_checkpoint: MakeCheckpoint, causal: bool, imported: str
 ) -> None:
     source = GPT.replace(
         "q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in (q, k, v))",
@@ -73,7 +81,7 @@ def test_a_model_that_needs_it_is_compared(
     )
     source = source.replace("y.transpose(1, 2).reshape", "y.reshape")
     path = tmp_path / "fast.py"
-    path.write_text(f"from no_flash_attn import flash_attn_func\n{source}")
+    path.write_text(f"{IMPORTS[imported]}{source}")
     cls = load_target(f"{path}:MyGPT")
     checkpoint = make_checkpoint(
         n_layer=3, n_head=4, n_embd=24, n_positions=32, vocab_size=97, layer_norm_epsilon=1e-5

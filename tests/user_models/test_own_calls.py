@@ -91,6 +91,12 @@ def main():
     blocks = nn.ModuleList([Block(D, H, "global") for _ in range(L)])
     model = GPT(Embedding(V, N, D), blocks, nn.Sequential(nn.LayerNorm(D), nn.Linear(D, V)))
 ''',
+    "a dictionary that is passed on": '''
+def main():
+    n_ctx, width, n_layer, n_head = 64, 256, 6, 8
+    sizes = ((load_data().vocab_size, n_ctx, width), [n_head] * n_layer, ["global"] * n_layer)
+    trainer = Trainer(GPT, {"parts": sizes, "blocks": None, "after": nn.LayerNorm})
+''',
 }  # fmt: skip
 
 

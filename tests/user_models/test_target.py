@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers.utils.import_utils import is_spacy_available
 
 import compat
@@ -434,6 +435,28 @@ def test_a_library_that_the_model_does_not_need_may_be_missing(tmp_path: Path) -
     check_refused(
         f"{path}:Logged", "pip install no_such_logger", "class Logged(no_such_logger.Module)"
     )
+
+
+def test_classes_of_a_missing_library_may_be_derived_from(tmp_path: Path) -> None:
+    derived = "import no_such_hub\n\nclass Data(no_such_hub.DataModule):\n    size = 1\n\n"
+    shared = GPT.replace("(nn.Module)", '(nn.Module, no_such_hub.Mixin, library="mine")')
+    assert shared != GPT
+    path = write(tmp_path / "gpt.py", derived + shared)
+    model = load_target(f"{path}:GPT")()
+    assert isinstance(model, nn.Module)
+    with pytest.raises(ModuleNotFoundError, match="no_such_hub"):
+        sys.modules[type(model).__module__].Data()
+
+
+def test_a_name_that_the_installed_version_of_a_library_lacks_may_be_imported(
+    tmp_path: Path,
+) -> None:
+    imports = "from torch.nn.functional import is_new_available, newer\n"
+    path = write(tmp_path / "gpt.py", f"{imports}assert not is_new_available()\n{GPT}")
+    assert load_target(f"{path}:GPT").__name__ == "GPT"
+    assert not hasattr(nn.functional, "newer")
+    path.write_text(f"{imports}{GPT}\n\nclass Derived(GPT):\n    scale = 2 * newer()\n")
+    check_refused(f"{path}:Derived", "newer", "scale = 2 * newer()")
 
 
 def test_an_attribute_that_forward_does_not_use_may_need_a_missing_library(tmp_path: Path) -> None:
@@ -1041,7 +1064,8 @@ def test_notebooks_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     path = notebook(tmp_path, IMPORTS, "class GPT(nn.Module):\n    x = 1 / 0\n")
     check_refused(f"{path}:GPT", "ZeroDivisionError", f"{path}#cell-2:2: x = 1 / 0")
     path = notebook(tmp_path, IMPORTS, "class GPT(no_such_package.Module):\n    pass\n")
-    check_refused(f"{path}:GPT", "pip install no_such_package", f"{path}#cell-1:3: import no_such")
+    derives = f"{path}#cell-2:1: class GPT(no_such_package.Module):"
+    check_refused(f"{path}:GPT", "pip install no_such_package", derives)
 
 
 def test_a_class_that_embeds_tokens_is_preferred_to_unused_helpers(tmp_path: Path) -> None:

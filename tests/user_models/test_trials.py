@@ -428,3 +428,18 @@ class Config:
     model, call = built(tmp_path, config + source)
     assert f"; your code only runs with cfg.{entry}=" in call
     assert model.cfg.n_kv_heads == (4 if entry == "n_kv_heads" else None)
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    ["DEFAULTS = {'quick': 'fast'}", "class Other:\n    quick: str = 'fast'", "quick = 'fast'"],
+)
+def test_an_unknown_entry_has_the_value_that_the_users_code_gives_its_name(
+    tmp_path: Path, elsewhere: str
+) -> None:
+    source = MODEL.replace("'learned'", "").replace("cfg.kind_of_pos not in", "'learned' not in")
+    source = source.replace("x if self.cfg.quick else", "x if self.cfg.quick.upper() else")
+    model, _ = built(tmp_path, f"{source}\n\n{elsewhere}\n")
+    assert model.cfg.quick == "fast"
+    model, _ = built(tmp_path, source)
+    assert "quick" not in model.cfg

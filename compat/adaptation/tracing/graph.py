@@ -14,6 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from compat.config import HALF
+from compat.errors import AdaptError
 from compat.ops import Affine, WeightNorm
 from compat.user_code import place
 from compat.user_models.notebook import cell_line
@@ -70,6 +71,10 @@ REDUCTIONS = NORM_KERNELS | frozenset(
 SHIFTS = frozenset(
     "slice cat flip roll pad constant_pad_nd narrow select_scatter slice_scatter index_put".split()
 )
+
+
+class ShapeChanged(AdaptError, RuntimeError):
+    """An operation fails on other values, because the shape of a result depends on them."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,7 @@ class Graph:
                 self.run(merged, {self.input: ids}, random.__getitem__, finite=True)
                 for ids in (one, two)
             )
-        except RuntimeError:  # shapes depend on values, as where tokens are routed to experts
+        except ShapeChanged:
             return set()
         found = set()
         for node, x, y in zip(merged, before, after, strict=True):
@@ -282,6 +287,10 @@ class Graph:
             double: compute in float64 instead of any lower precision that the graph names.
             finite: replace NaN by zero in every result.
             force: called with each node and its value; returns the value that is used instead.
+
+        Raises:
+            ShapeChanged: a result whose shape depends on values has another shape than in the
+                trace, and an operation on it fails.
         """
         targets, env = list(targets), dict(known)
         env.setdefault(self.input, self.example)
@@ -292,7 +301,12 @@ class Graph:
                 value = self.values[node]
                 env[node] = value.double() if double and value.is_floating_point() else value
             elif node.op == "call_function":
-                env[node] = _execute(node, env, double)
+                try:
+                    env[node] = _execute(node, env, double)
+                except (RuntimeError, LookupError, ValueError) as error:
+                    if not any(_has_any_shape(n, env) for n in self.ancestors.get(node, ())):
+                        raise
+                    raise ShapeChanged(f"{error}{self.at(node)}") from None
                 if finite and isinstance(env[node], Tensor) and env[node].is_floating_point():
                     env[node] = env[node].nan_to_num()
             if force is not None:
@@ -420,6 +434,14 @@ def meetings(graph: Graph, start: Node) -> Iterator[Node]:
     """Yield the nodes that all paths from a node to the output contain, itself first."""
     yield start
     yield from (node for node, is_meeting in below(graph, start) if is_meeting)
+
+
+def _has_any_shape(node: Node, env: Values) -> bool:
+    """Return whether the shape of a result depends on values, as of the tokens of an expert."""
+    if kind(node) in ("nonzero", "masked_select", "_unique2", "unique_dim", "repeat_interleave"):
+        return True
+    indices: Any = node.args[1] if kind(node) == "index" else ()
+    return any(i in env and env[i].dtype == torch.bool for i in indices if i is not None)
 
 
 def _execute(node: Node, env: Values, double: bool) -> Any:
