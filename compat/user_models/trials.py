@@ -192,6 +192,10 @@ class Search:
                 if "d_inner" not in roles
                 or any("head" in each for each in factors_of(self.target, last_part(name)))
             }  # fmt: skip
+        inner = (name for name in sizes if role_of(last_part(name)) == "d_inner")
+        for name in inner:  # a ratio in `d_ff * d_model`
+            if "n_embd" in map(role_of, factors_of(self.target, last_part(name))):
+                found[name] = ("d_inner", "ratio")
         return found
 
     def _choose_meanings(self, ambiguous: Mapping[str, tuple[str, ...]]) -> bool:

@@ -54,6 +54,14 @@ def built(
     return described(tmp_path, model.replace("WIDTH", width).replace("INNER", inner))
 
 
+@pytest.mark.parametrize("value", [96, 4])
+def test_a_width_that_is_multiplied_by_the_models_is_a_ratio(tmp_path: Path, value: int) -> None:
+    inner = "cfg.d_ff * cfg.n_embd" if value == 4 else "cfg.d_ff"
+    model, _ = built(tmp_path, KNOWN, inner)
+    assert model.cfg.d_ff == value
+    assert model.blocks[0].mlp[0].out_features == 96
+
+
 @pytest.mark.parametrize(
     ("inner", "value"), [("cfg.factor * width", 4), ("cfg.factor", 96)], ids=["ratio", "width"]
 )
