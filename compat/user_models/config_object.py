@@ -242,10 +242,15 @@ class ConfigMaker:
         own = {n: entry for n, entry in entries.items() if n in parameters and n not in sections}
         try:
             made = _made(template, {**arguments, **own}, {} if parameters else {**known, **entries})
-        except Exception:  # a setting must have the value that it has in a file
-            if not in_file:
+        except Exception:  # a setting must have the value that it has in a file, or its default
+            defaults = {
+                name for name, parameter in parameters.items()
+                if parameter.default is not parameter.empty and role_of(name, parameters) not in SIZES
+            }  # fmt: skip
+            kept = {name: value for name, value in arguments.items() if name not in defaults}
+            if not in_file and kept == arguments:
                 raise
-            made = _made(template, {**arguments, **in_file, **own})
+            made = _made(template, {**(arguments if in_file else kept), **in_file, **own})
         self._complete(made, template, known, entries)
         for name in self._sections():
             section = getattr(made, name, made)

@@ -58,7 +58,7 @@ PARTS = (
     "(?i)block|layer(?!_?norm)",
     "(?i)head",
 )
-ENCODER = re.compile("(?i)encoder(?!.*decoder)|bert")  # in the name of a model
+ENCODER = re.compile("(?i)encoder(?!.*decoder)|bert|bidirectional")  # in the name of a model
 RECURRENT = re.compile(r"nn\.(LSTM|GRU|RNN)(Cell)?\(")
 OTHER_MODELS = re.compile(
     "Classif|Pooled|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un|Similarity|Entail"

@@ -1356,6 +1356,18 @@ def test_blocks_that_are_run_twice_are_named(tiny: Path, tmp_path: Path) -> None
     assert found.source_line == "x = block(x)" and found.tap == "h.2.out"
 
 
+def test_blocks_that_are_run_twice_with_a_projection_between_are_named(
+    tiny: Path, tmp_path: Path
+) -> None:
+    loop = f"{LOOP}            x = block(x)\n"
+    between = loop + "        x = x + self.between(x)\n" + loop
+    norm = "        self.final_norm = LayerNorm(emb_dim)\n"
+    edits = [(loop, between), (norm, f"{norm}        self.between = nn.Linear(emb_dim, emb_dim)\n")]
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = only_finding(adaptation, "n_layer_mismatch")
+    assert "the 3 blocks are run 6 times in all" in found.message
+
+
 def test_a_block_that_is_run_on_its_own_result_is_named(tiny: Path, tmp_path: Path) -> None:
     adaptation = adapted(tiny, tmp_path, [("x = block(x)", "x = block(block(x))")])
     assert {f.code for f in adaptation.deviations} == {"n_layer_mismatch"}

@@ -1834,3 +1834,13 @@ class GPT(nn.Module):
     assert shapes == {
         "wte.weight": (97, 24), "up.weight": (48, 24), "down.weight": (24, 48), "down.bias": (24,),
     }  # fmt: skip
+
+
+def test_a_setting_that_the_config_class_refuses_keeps_its_default(tmp_path: Path) -> None:
+    source = DATACLASS + "    bias: bool = False\n    dropout: float = 0.0\n\n"
+    source += "    def __post_init__(self):\n        assert self.dropout == 0 and not self.bias\n\n"
+    model = build(
+        tmp_path,
+        source + gpt(", config: GPTConfig", f"{READ}, config.bias".replace("c.", "config.")),
+    )
+    assert model.sizes == (97, 32, 24, 3, 4) and model.extra is False

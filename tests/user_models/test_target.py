@@ -371,15 +371,16 @@ def make({arguments}):
     assert load_target(f"{path}:GPT").__name__ == "make"
 
 
-def test_an_encoder_is_not_selected_instead_of_the_decoder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoder", ["EncoderOnly", "BidirectionalLM"])
+def test_an_encoder_is_not_selected_instead_of_the_decoder(tmp_path: Path, encoder: str) -> None:
     """This is true although it has more parts of a language model, as in a comparison of both."""
     source = (
-        "from torch import nn\n\nclass EncoderOnly(nn.Module):\n"
+        f"from torch import nn\n\nclass {encoder}(nn.Module):\n"
         "    attention = vocab = norm = head = 2\n\n"
         "class DecoderOnly(nn.Module):\n    attention = vocab = 2\n"
     )
     assert selected(tmp_path, source) == "DecoderOnly"
-    assert selected(tmp_path, source.replace("EncoderOnly", "Text")) == "Text"
+    assert selected(tmp_path, source.replace(encoder, "Text")) == "Text"
 
 
 def test_a_recurrent_model_is_not_selected_instead_of_the_transformer(tmp_path: Path) -> None:

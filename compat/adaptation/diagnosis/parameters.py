@@ -143,15 +143,14 @@ def n_layer_mismatch(context: DiagnosisContext) -> Iterator[Deviation]:
 def _first_repeated(context: DiagnosisContext) -> int:
     """Return the number of the first layer that runs an earlier block again.
 
-    It is 0 unless there are as many blocks as in the checkpoint.
+    It may run other modules before. It is 0 unless there are as many blocks as in the checkpoint.
     """
     graph, outs = context.graph, [layer.out for layer in context.anatomy.layers]
     starts = [context.anatomy.embed, *outs]
     spans = zip(starts, outs, strict=False)
     own = [frozenset(graph.parameters_between([out], [start])) for start, out in spans]
-    if not len({*own}) == context.config.n_layer < len(own):
-        return 0
-    return next(i for i, parameters in enumerate(own) if parameters in own[:i])
+    repeated = [i for i, parameters in enumerate(own) if any(p <= parameters for p in own[:i])]
+    return repeated[0] if len(own) - len(repeated) == context.config.n_layer < len(own) else 0
 
 
 def _count_of_blocks(context: DiagnosisContext, blocks: str) -> int:
