@@ -212,7 +212,7 @@ class ConfigMaker:
             required = parameter.default is parameter.empty
             if parameter.kind is parameter.VAR_KEYWORD:
                 more = (n for n in usage.names if n in known and n not in {*parameters, *entries})
-                arguments |= {n: known[n] for n in more}
+                arguments |= {n: known[n] for n in more if _replaces(template, n, known)}
             elif parameter.kind is parameter.VAR_POSITIONAL or not isinstance(given, Mapping):
                 continue
             elif required and counts(template, name):
@@ -449,6 +449,14 @@ def value_by_name(parameter: Parameter, known: Mapping[str, Any]) -> tuple[bool,
     if name in known and _accepts(parameter, known[name]):
         return True, known[name]
     return neutral(name) if parameter.default is parameter.empty else (False, None)
+
+
+def _replaces(template: type, name: str, known: Mapping[str, Any]) -> bool:
+    """Return whether the checkpoint's value replaces what a class's body assigns to a name."""
+    default = getattr(template, name, Parameter.empty)
+    annotation = inspect.get_annotations(template).get(name, Parameter.empty)
+    own = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return value_by_name(own, known)[0]
 
 
 def _accepts(parameter: Parameter, value: Any) -> bool:

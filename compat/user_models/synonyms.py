@@ -65,7 +65,7 @@ _PATTERNS = {
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)pos(ition)?{_EMB}"
     r"|.*(num)?max(abs(olute)?)?pos(itions?)?|n(dec|enc)seq"
     r"|(max|input|maxtoken)len(gth)?|(max)?(sent(ence)?|text|prompt)len(gth)?"
-    r"|length|maxtokens|window(size)?|chunksize|timesteps|nstep|maxt|tmax"
+    r"|length|maxtokens|window(size|len(gth)?)?|chunksize|timesteps|nstep|maxt|tmax"
     r"|(pos|positions?|ctx|context|seq|sequence)capacity"
     r"|(len|length|size)(of)?(pos|positions?|ctx|context|seq|sequence)",
     "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?h(id(dens?)?)?{_SIZE}?)?|nhid"
@@ -114,7 +114,7 @@ _TWO_ROLES: list[tuple[re.Pattern[str], str, str | None]] = [
 # The size of the vocabulary beside the width, if no other name denotes it; otherwise the width.
 _INPUT = re.compile(rf"(tok(en)?|input){_SIZE}")
 # The context length, or how far attention reaches if another name denotes the context length.
-_WINDOW = re.compile(r"window(size)?")
+_WINDOW = re.compile(r"window(size|len(gth)?)?")
 # How many query heads share a key head, if another name denotes the number of key heads.
 _GROUPS = re.compile(r"(n|num)?(kv|query|keyvalue)groups?")
 # The part of a head that is rotated, and the rest, if there are names for both.

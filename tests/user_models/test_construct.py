@@ -1844,3 +1844,40 @@ def test_a_setting_that_the_config_class_refuses_keeps_its_default(tmp_path: Pat
         source + gpt(", config: GPTConfig", f"{READ}, config.bias".replace("c.", "config.")),
     )
     assert model.sizes == (97, 32, 24, 3, 4) and model.extra is False
+
+
+def test_a_window_length_is_the_context_if_no_other_name_is(tmp_path: Path) -> None:
+    alone = gpt(
+        ", vocab_size, n_embd, n_layer, n_head, window_length=5",
+        "vocab_size, window_length, n_embd, n_layer, n_head",
+    )
+    assert build(tmp_path, CORE + alone).sizes == (97, 32, 24, 3, 4)
+    beside = alone.replace("window_length=5", "n_ctx, window_length=5")
+    assert build(tmp_path, CORE + beside).sizes == (97, 5, 24, 3, 4)
+
+
+def test_what_the_body_of_a_config_class_assigns_is_kept_if_it_takes_anything(
+    tmp_path: Path,
+) -> None:
+    source = """
+from typing import Optional
+
+@dataclass
+class Config:
+    vocab_size: int = 5
+    n_embd: int = 6
+    n_layer: int = 7
+    ffn_dim_multiplier: Optional[float] = None
+
+    def __init__(self, **kwargs):
+        for name, value in kwargs.items():
+            if hasattr(self, name):
+                setattr(self, name, value)
+
+class GPT(Core):
+    def __init__(self, config: Config):
+        sizes = config.vocab_size, config.n_embd, config.n_layer
+        super().__init__(*sizes, 4, 5, config.ffn_dim_multiplier)
+"""
+    model = build(tmp_path, CORE + source)
+    assert model.sizes[:3] == (97, 24, 3) and model.extra is None
