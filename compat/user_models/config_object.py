@@ -243,11 +243,11 @@ class ConfigMaker:
         try:
             made = _made(template, {**arguments, **own}, {} if parameters else {**known, **entries})
         except Exception:  # a setting must have the value that it has in a file, or its default
-            defaults = {
-                name for name, parameter in parameters.items()
-                if parameter.default is not parameter.empty and role_of(name, parameters) not in SIZES
+            kept = {
+                name: value for name, value in arguments.items()
+                if role_of(name, parameters) in SIZES
+                or parameters[name].default is Parameter.empty
             }  # fmt: skip
-            kept = {name: value for name, value in arguments.items() if name not in defaults}
             if not in_file and kept == arguments:
                 raise
             made = _made(template, {**(arguments if in_file else kept), **in_file, **own})
