@@ -88,6 +88,8 @@ def judge_with_head(run: Run, error: NoHead) -> Adaptation:
     """Judge a model that returns hidden states with GPT-2's head after it, the token embedding."""
     run.call = _WithHead(run.call, error.table)
     adaptation = _examined(run)
+    if not isinstance(run.call, _WithHead):  # another call returns logits
+        return adaptation
     return replace(adaptation, findings=[no_head(error), *adaptation.findings])
 
 

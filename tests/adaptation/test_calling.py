@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from compat import AdaptError
 from compat.adaptation.tracing.calling import check_model, find_signature
@@ -52,6 +53,31 @@ class Output:
 )
 def test_logits_are_found_by_their_shape(output: Any) -> None:
     assert torch.equal(find_logits(output, IDS), LOGITS)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("with_hidden", [False, True])
+def test_logits_that_are_not_returned_are_those_of_the_loss(
+    with_hidden: bool, shifted: bool
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(11, 4), nn.Linear(4, 11)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Any:
+            x = self.table(ids)
+            logits = self.head(x)
+            if shifted:
+                logits, labels = logits[:, :-1], labels[:, 1:]
+            loss = F.cross_entropy(logits.reshape(-1, 11), labels.reshape(-1))
+            return (loss, x) if with_hidden else loss
+
+    model = Model()
+    signature = find_signature(model, IDS)
+    assert signature.of_loss
+    for ids in (IDS, IDS[:, :1]):
+        torch.testing.assert_close(signature(model, ids), model.head(model.table(ids)))
 
 
 @pytest.mark.parametrize(

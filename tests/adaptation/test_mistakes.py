@@ -2104,6 +2104,35 @@ def test_tokens_may_be_routed_to_experts(tiny: Path, tmp_path: Path) -> None:
         assert "as in a mixture of experts" in only_finding(adaptation, "unknown_mlp").message
 
 
+def test_the_last_experts_are_examined_like_the_others(tiny: Path, tmp_path: Path) -> None:
+    """An expert may be the first choice of no token, and a projection may follow the blocks."""
+    start, end = GPT.index("class FeedForward"), GPT.index("class Block")
+    chosen = ROUTED[
+        ROUTED.index("        chosen = ") : ROUTED.index("        return (out + routed)")
+    ]
+    two_choices = """        weights, chosen = self.router(flat).softmax(-1).topk(2, dim=-1)
+        out, routed = 0, torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            tokens = (chosen == i).any(dim=-1).nonzero(as_tuple=True)[0]
+            scale = torch.zeros(len(tokens))
+            for k in range(2):
+                mask = chosen[tokens, k] == i
+                scale[mask] = weights[tokens[mask], k]
+            routed[tokens] += scale[:, None] * expert(flat[tokens])
+"""
+    routed = (GPT[start : end + len("class Block")], ROUTED.replace(chosen, two_choices))
+    norm = "        self.final_norm = LayerNorm(emb_dim)\n"
+    after = [
+        (norm, f"{norm}        self.after = Expert(emb_dim)\n"),
+        ("self.final_norm(x)", "self.after(self.final_norm(x))"),
+    ]
+    for edits, more in (([], set()), (after, {"extra_projection"})):
+        adaptation = adapted(tiny, tmp_path, [routed, *edits])
+        found = {f.code for f in adaptation.deviations}
+        assert found - {"random_parameters"} == {"unknown_mlp", "gated_mlp", *more}
+        assert "only in" not in only_finding(adaptation, "unknown_mlp").message
+
+
 HYPER_CONNECTIONS = [
     ("        shortcut = x\n        x = self.norm1(x)\n",
      "        copies = x\n        x = self.norm1((copies * self.read[0, :, None]).sum(2))\n"),

@@ -962,7 +962,10 @@ class _Dissection:
         first, is_branch = found[0], self._is_one_branch(found, until)
         last = self._last_mlp(found)
         if last is not None:
-            others = last.others  # an MLP is wider than other branches
+            others = [*last.others]  # an MLP is wider than other branches
+            following = found[len(others) :]
+            if len(others) > 2 and self._is_one_branch(others, following[:1]):
+                return _Mlp(others=following)
             if not is_branch and size(found[len(others)])[-1] > size(first)[-1]:
                 return last
             if is_branch and len(others) == 1 and size(others[0])[-1] == self.width:
@@ -1025,10 +1028,10 @@ class _Dissection:
             after = {*self.graph.between(until, [end])}
             if not after.isdisjoint(self.graph.ancestors[end] & self.graph.live):
                 return False
-        inside = self.graph.between([end], [start])
+        inside = self.graph.live_between([end], [start])
         if not set(projections) <= set(inside):
             return False
-        return all(start in self.graph.ancestors[n] for n in inside if n in self.graph.live)
+        return all(start in self.graph.ancestors[node] for node in inside)
 
     def _joined(self, projections: Iterable[Node]) -> Node | None:
         """Return the first node that depends on all of these projections."""

@@ -63,7 +63,7 @@ class DiagnosisContext:
         unmatched: the tensors without a parameter.
         last_only: the node that drops all positions but the last, if there is one.
         with_targets: the model is called with targets, because it drops these positions otherwise.
-        of_loss: the model returns the loss only, and the logits are what it is computed from.
+        of_loss: the model returns the loss and no logits, which are what it is computed from.
         input_shape: the shape of the ids that the model takes, if it is not (B, T).
         output_shape: the shape of the logits that the model returns, if it is not (B, T, V).
         mask: the optional argument that is passed, because tokens attend to later ones without it.

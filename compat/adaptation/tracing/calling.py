@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from compat.errors import AdaptError, listed
 from compat.parity.outputs import find_logits, other_shape
@@ -168,7 +169,7 @@ class CallSignature:
         mask: the argument among them that is optional, but without which tokens attend to later
             ones.
         time_first: the model takes ids (T, B) and returns logits (T, B, V).
-        of_loss: the model returns the loss only, and the logits are what it computes the loss from.
+        of_loss: the model returns the loss and no logits, which are what it computes the loss from.
     """
 
     arguments: tuple[tuple[str, Value], ...] = ()
@@ -236,7 +237,7 @@ class CallSignature:
                 {"input_ids": convert, "attention_mask": torch.ones_like(ids)}, **arguments
             )
         if self.of_loss:
-            with _inputs_of_losses() as logits:
+            with _inputs_of_losses(ids) as logits:
                 model(convert, **arguments)
             return logits
         return model(convert, **arguments)
@@ -245,23 +246,48 @@ class CallSignature:
 _LOSS_FUNCTION = threading.RLock()
 
 
+class _LastResults(TorchFunctionMode):
+    """Keeps the last of the results (B, T, C) of each width C."""
+
+    def __init__(self, B: int, T: int) -> None:
+        super().__init__()
+        self.B, self.T, self.by_width = B, T, dict[int, Tensor]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.ndim == 3:
+            if result.shape[:2] == (self.B, self.T):
+                self.by_width[result.shape[2]] = result
+        return result
+
+    def before_shift(self, logits: Tensor) -> Tensor:
+        """Return the logits of all positions, of logits (B·(T − 1), V) or (B, V, T − 1)."""
+        V = logits.shape[1] if logits.ndim > 1 else 0
+        shifted = logits.numel() == self.B * (self.T - 1) * V
+        return self.by_width.get(V, logits) if shifted else logits
+
+
 @contextmanager
-def _inputs_of_losses() -> Iterator[list[Tensor]]:
+def _inputs_of_losses(ids: Tensor) -> Iterator[list[Tensor]]:
     """Collect what the body passes to F.cross_entropy, which other threads do not call meanwhile.
 
-    nn.CrossEntropyLoss calls it too.
+    nn.CrossEntropyLoss calls it too. Logits without the last position are those of all positions.
     """
     inputs: list[Tensor] = []
     original = F.cross_entropy
+    results = _LastResults(*(ids[None] if ids.ndim == 1 else ids).shape)
 
     def collecting(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        inputs.append(input)
+        inputs.append(results.before_shift(input))
         return original(input, *args, **kwargs)
 
     with _LOSS_FUNCTION:
         F.cross_entropy = collecting
         try:
-            yield inputs
+            with results:
+                yield inputs
         finally:
             F.cross_entropy = original
 
@@ -370,7 +396,7 @@ def find_signature(
 ) -> CallSignature:
     """Return the first signature that returns logits for these ids, of all positions if possible.
 
-    If none does, it is one that computes the loss from such logits.
+    If none does, or if it returns hidden states, it is one that computes the loss from such logits.
 
     Of several masks, it is the first with which no token attends to a later one. Optional masks are
     passed only if every token attends to all others without them.
@@ -409,6 +435,8 @@ def find_signature(
                     tried.append(f"{text}: {describe_error(error)}")
         if not found:
             continue
+        if _returns_hidden_states(model, found[0], ids):
+            return replace(found[0], of_loss=True)
         masked = _with_optional_masks(model, found[0])
         if masked and not _is_bidirectional(model, found[0], ids):
             masked = []  # a mask of the model's own, which may be wrong, is compared
@@ -420,6 +448,19 @@ def find_signature(
         headline = f"{type(model).__name__} raises an exception when it runs"
         raise AdaptError(f"{headline}: {exception_report(missing)}") from missing
     raise NoLogitsError(model, tried)
+
+
+def _returns_hidden_states(model: nn.Module, signature: CallSignature, ids: Tensor) -> bool:
+    """Return whether a model returns hidden states, and computes its loss from wider logits."""
+    if not any(name in TARGETS for name, _ in signature.arguments):
+        return False
+    with suppress(Exception), eval_mode(model), plain_kernels():
+        returned, logits = (
+            replace(signature, of_loss=of_loss)(model, ids).shape[2] for of_loss in (False, True)
+        )
+        widths = {m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)}
+        return returned in widths and returned != logits
+    return False
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,11 @@ SHAPE_ONLY = frozenset(
     "rand_like randint_like".split()
 )
 
+# Operations whose result has a shape that depends on the values of their arguments.
+ANY_SHAPE = frozenset(
+    "nonzero nonzero_numpy masked_select _unique2 unique_dim repeat_interleave".split()
+)
+
 # Norms, and the other operations that norms are written with.
 RMS_NORMS = frozenset({"rms_norm", "_fused_rms_norm"})
 # Kernels of norms that are not over the channels of each token, and their names.
@@ -252,8 +257,10 @@ class Graph:
         return sorted(found, key=self.order.__getitem__)
 
     def live_between(self, targets: Iterable[Node], cuts: Iterable[Node]) -> list[Node]:
-        """Return those of the nodes `between` whose values depend on the ids."""
-        return [node for node in self.between(targets, cuts) if node in self.live]
+        """Return the live nodes whose values `targets` are computed from, after those of `cuts`."""
+        cuts, ends = set(cuts), (node for node in targets if node in self.live)
+        found = reached(ends, lambda node: [] if node in cuts else live_inputs(self, node)) - cuts
+        return sorted(found, key=self.order.__getitem__)
 
     def on_paths(self, starts: Iterable[Node], ends: Iterable[Node]) -> list[Node]:
         """Return the nodes after `starts` on the paths from them to `ends`, in order."""
@@ -438,7 +445,7 @@ def meetings(graph: Graph, start: Node) -> Iterator[Node]:
 
 def _has_any_shape(node: Node, env: Values) -> bool:
     """Return whether the shape of a result depends on values, as of the tokens of an expert."""
-    if kind(node) in ("nonzero", "masked_select", "_unique2", "unique_dim", "repeat_interleave"):
+    if kind(node) in ANY_SHAPE:
         return True
     indices: Any = node.args[1] if kind(node) == "index" else ()
     return any(i in env and env[i].dtype == torch.bool for i in indices if i is not None)
