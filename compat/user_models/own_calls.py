@@ -359,7 +359,7 @@ def _calls(
 ) -> Iterator[tuple[ast.Call, Mapping[str, ast.expr]]]:
     """Yield the calls of a name below a node, and what is assigned to names in their scopes.
 
-    So does a dictionary of the required arguments, if these are several.
+    A dictionary of the required arguments is yielded as a call too, if these are several.
     """
     if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
         names = {**names, **_assigned(node)}

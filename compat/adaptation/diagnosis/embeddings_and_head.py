@@ -346,8 +346,8 @@ def last_position_only(context: DiagnosisContext) -> Iterator[Deviation]:
 
 
 @deviation(
-    "the model returns the loss and no logits, so compat compared the logits that it is computed "
-    "from",
+    "the model returns the loss instead of the logits, so compat compared the logits that the loss "
+    "is computed from",
     "return logits, loss",
     severity="info",
 )

@@ -51,7 +51,7 @@ SHAPE_ONLY = frozenset(
 )
 
 # Operations whose result has a shape that depends on the values of their arguments.
-ANY_SHAPE = frozenset(
+DATA_DEPENDENT_SHAPES = frozenset(
     "nonzero nonzero_numpy masked_select _unique2 unique_dim repeat_interleave".split()
 )
 
@@ -311,9 +311,11 @@ class Graph:
                 try:
                     env[node] = _execute(node, env, double)
                 except (RuntimeError, LookupError, ValueError) as error:
-                    if not any(_has_any_shape(n, env) for n in self.ancestors.get(node, ())):
+                    above = self.ancestors.get(node, ())
+                    if not any(_has_data_dependent_shape(each, env) for each in above):
                         raise
-                    raise ShapeChanged(f"{error}{self.at(node)}") from None
+                    text = f"a result has another shape with other values: {error}{self.at(node)}"
+                    raise ShapeChanged(text) from None
                 if finite and isinstance(env[node], Tensor) and env[node].is_floating_point():
                     env[node] = env[node].nan_to_num()
             if force is not None:
@@ -443,9 +445,9 @@ def meetings(graph: Graph, start: Node) -> Iterator[Node]:
     yield from (node for node, is_meeting in below(graph, start) if is_meeting)
 
 
-def _has_any_shape(node: Node, env: Values) -> bool:
+def _has_data_dependent_shape(node: Node, env: Values) -> bool:
     """Return whether the shape of a result depends on values, as of the tokens of an expert."""
-    if kind(node) in ANY_SHAPE:
+    if kind(node) in DATA_DEPENDENT_SHAPES:
         return True
     indices: Any = node.args[1] if kind(node) == "index" else ()
     return any(i in env and env[i].dtype == torch.bool for i in indices if i is not None)
