@@ -103,7 +103,7 @@ class Int8Cache:
             quantized = packed.quantized(name, mapped)
             if quantized is not None:
                 return [in_huge_pages(quantized)]
-            return [packed.map(name) if mapped else packed.read(name)]
+            return [packed.read(name, mapped=mapped)]
 
         return read
 

@@ -150,7 +150,7 @@ def test_mapped_tensors_of_usual_sizes_are_aligned_to_64_bytes(
         source = tmp_path / ("a" * length)
         make_checkpoint(n_embd=64, vocab_size=128).rename(source)
         file = SafetensorsFile(pack(tmp_path, source))
-        assert {file.map(name).data_ptr() % 64 for name in file.infos} == {0}
+        assert {file.read(name, mapped=True).data_ptr() % 64 for name in file.infos} == {0}
 
 
 def test_a_packed_file_records_the_checkpoint_of_which_it_was_packed(

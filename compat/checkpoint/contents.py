@@ -35,8 +35,8 @@ class Stored:
     def read(self, mapped: bool = False, rows: slice = ALL) -> Tensor:
         """Return the tensor in Hugging Face's layout, or some of its rows, contiguous."""
         if self.transposed:
-            return (self.file.map if mapped else self.file.read)(self.name).t()[rows].contiguous()
-        return self.file.map(self.name)[rows] if mapped else self.file.read(self.name, rows)
+            return self.file.read(self.name, mapped=mapped).t()[rows].contiguous()
+        return self.file.read(self.name, rows, mapped)
 
 
 @dataclass

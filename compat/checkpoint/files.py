@@ -40,12 +40,12 @@ class TensorFile(Protocol):
 
     infos: dict[str, TensorInfo]
 
-    def read(self, name: str, rows: slice = ALL) -> Tensor:
-        """Return a contiguous copy of a tensor, or of some of its rows."""
-        ...
+    def read(self, name: str, rows: slice = ALL, mapped: bool = False) -> Tensor:
+        """Return a contiguous copy of a tensor, or of some of its rows.
 
-    def map(self, name: str) -> Tensor:
-        """Return a tensor that shares the file's pages. Writing to it copies the pages."""
+        With `mapped`, a safetensors file returns a tensor that shares its pages. Writing to it
+        copies the pages.
+        """
         ...
 
 

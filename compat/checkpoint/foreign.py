@@ -250,12 +250,10 @@ class _ZeroTensors:
 
     infos: dict[str, TensorInfo]
 
-    def read(self, name: str, rows: slice = ALL) -> Tensor:
+    def read(self, name: str, rows: slice = ALL, mapped: bool = False) -> Tensor:
         info = self.infos[name]
         assert isinstance(info.dtype, torch.dtype)  # others are refused before anything is read
         return torch.zeros(info.shape, dtype=info.dtype)[rows]
-
-    map = read
 
 
 def _zeros(

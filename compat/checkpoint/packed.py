@@ -116,18 +116,14 @@ class PackedFile:
         if not 0 < n <= n_in or (inputs, weight) != expected:
             raise self._damaged(f"the shapes of {name} and its outliers do not match")
 
-    def read(self, name: str, rows: slice = ALL) -> Tensor:
+    def read(self, name: str, rows: slice = ALL, mapped: bool = False) -> Tensor:
         quantized = self.quantized(name, mapped=False)
         if quantized is None:
-            return self._checked(name, mapped=False)[rows]
+            return self._checked(name, mapped)[rows]
         weight = quantized.values.float().mul_(quantized.scale[:, None])
         if quantized.outliers is not None:
             weight[:, quantized.outliers.inputs] = quantized.outliers.weight.t()
         return (weight if name == HEAD else weight.t())[rows].contiguous()
-
-    def map(self, name: str) -> Tensor:
-        is_quantized = name + SCALE in self._file.infos
-        return self.read(name) if is_quantized else self._checked(name, mapped=True)
 
     def quantized(self, name: str, mapped: bool) -> Quantized | None:
         """Return a weight as it is stored; None if it is not quantized."""
@@ -143,7 +139,7 @@ class PackedFile:
         return Quantized(values, scale, outliers)
 
     def _checked(self, name: str, mapped: bool) -> Tensor:
-        tensor = self._file.map(name) if mapped else self._file.read(name)
+        tensor = self._file.read(name, mapped=mapped)
         if checksum(tensor) != self._checksums[name]:
             raise self._damaged(f"{name} does not match its checksum")
         return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor

@@ -94,10 +94,9 @@ class PickleFile:
         self._tensors: dict[str, Tensor] = content
         self.infos = {k: TensorInfo(tuple(v.shape), v.dtype) for k, v in content.items()}
 
-    def read(self, name: str, rows: slice = ALL) -> Tensor:
+    def read(self, name: str, rows: slice = ALL, mapped: bool = False) -> Tensor:
+        # Always a copy: two models of one checkpoint must not share what was unpickled once.
         return self._tensors[name].detach()[rows].clone(memory_format=torch.contiguous_format)
-
-    map = read  # two models of one checkpoint must not share what was unpickled once
 
 
 def _unreadable(path: Path, reason: str) -> CheckpointError:

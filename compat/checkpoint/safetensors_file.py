@@ -63,7 +63,9 @@ class SafetensorsFile:
             self.infos[name] = TensorInfo(tuple(header[name]["shape"]), DTYPES.get(code, code))
             self._offsets[name] = header[name]["data_offsets"]
 
-    def read(self, name: str, rows: slice = ALL) -> Tensor:
+    def read(self, name: str, rows: slice = ALL, mapped: bool = False) -> Tensor:
+        if mapped:
+            return self._map(name)[rows]
         # Not through a memory map: truncating a mapped file would kill the process.
         begin, end = self._offsets[name]
         shape = self.infos[name].shape
@@ -81,7 +83,7 @@ class SafetensorsFile:
             self._check_unchanged(file, name, complete=not rest)
         return self._tensor(name, memory).view(shape)
 
-    def map(self, name: str) -> Tensor:
+    def _map(self, name: str) -> Tensor:
         # One map for each tensor, so that its pages are freed with the tensor.
         begin, end = (self._start + at for at in self._offsets[name])
         if begin % cast(torch.dtype, self.infos[name].dtype).itemsize:
