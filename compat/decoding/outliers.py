@@ -54,10 +54,6 @@ def inputs_with_outliers(
     def floats(name: str) -> list[Tensor]:
         return [tensor.float() for tensor in read(name)]
 
-    def norm(name: str) -> nn.Module:
-        parameters = floats(f"{name}.weight") + floats(f"{name}.bias")
-        return Norm(config.layer_norm_epsilon, *parameters)
-
     def matrix(name: str) -> nn.Module:
         product = packed(Blas, floats(f"{name}.weight"), floats(f"{name}.bias"))
         product.register_forward_pre_hook(partial(note, f"{name}.weight"))
@@ -70,6 +66,7 @@ def inputs_with_outliers(
         if len(outliers) and size.isfinite().all():
             found[name] = outliers.sort().values
 
+    norm = partial(Norm.of, config, floats)
     wte, wpe = embedding
     T, H = min(TOKENS, config.n_positions), config.n_head
     generator = torch.Generator("cpu").manual_seed(0)

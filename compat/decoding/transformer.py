@@ -80,6 +80,11 @@ class Norm(nn.Module):
         super().__init__()
         self.eps, self.weight, self.bias = eps, weight, bias
 
+    @classmethod
+    def of(cls, config: GPT2Config, read: Read, name: str) -> Norm:
+        """Return the norm of this name, whose parameters `read` returns."""
+        return cls(config.layer_norm_epsilon, *read(f"{name}.weight"), *read(f"{name}.bias"))
+
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
@@ -170,10 +175,6 @@ class Transformer(nn.Module):
         def cast(name: str) -> list[Any]:
             return [tensor.to(dtype) for tensor in read(name)]
 
-        def norm(name: str) -> nn.Module:
-            parameters = cast(f"{name}.weight") + cast(f"{name}.bias")
-            return Norm(config.layer_norm_epsilon, *parameters)
-
         def matrix(name: str) -> nn.Module:
             weights, biases = cast(f"{name}.weight"), cast(f"{name}.bias")
             floats = [tensor for tensor in (*weights, *biases) if isinstance(tensor, Tensor)]
@@ -189,6 +190,7 @@ class Transformer(nn.Module):
         def made(part: Callable[[], nn.Module]) -> nn.Module:
             return part()
 
+        norm = partial(Norm.of, config, cast)
         # The head is packed first, because it needs the most memory while it is packed.
         parts: list[Callable[[], nn.Module]] = [packed_head]
         parts += [partial(Block, config, i, norm, matrix) for i in range(config.n_layer)]
