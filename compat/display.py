@@ -10,16 +10,13 @@ from contextlib import suppress
 from html import escape
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from compat.errors import CompatError, described
 
 
 def page(result: object) -> str:
     """Return a result as one HTML document without scripts, which loads nothing."""
-    html_report: Any = import_module("compat.html_report")
-    drawn: str = html_report.page_of(result)
-    return drawn
+    return str(import_module("compat.html_report").page_of(result))
 
 
 class HtmlPage:

@@ -69,8 +69,7 @@ def transformer_of(model: Model) -> Transformer:
     It is rebuilt for every text, which is cheap, so that it always uses the current weights.
     """
     config, dialect = model.config, dialect_of(model)
-    if dialect is None:
-        raise TypeError(f"{type(model).__name__} is not a dialect's model")
+    assert dialect is not None  # unmodified models are of a dialect
     rows = {row.hf: row for row in dialect.name_map.expand(config.n_layer)}
     parameters = all_parameters(model)
 
