@@ -12,6 +12,15 @@ from tests.faults.fault import Fault, content, tensors, values
 
 CONFIG = "config.json"
 _UNREADABLE = (CONFIG, "cannot be read as JSON", "write it again")
+_SHAPES = "does not hold the tensors that its config requires"
+
+
+def _unreadable(breaks: Callable[[Path], Any], *says: str) -> Fault:
+    return Fault(breaks, (*_UNREADABLE, *says))
+
+
+def _misfit(breaks: Callable[[Path], Any], *says: str) -> Fault:
+    return Fault(breaks, (_SHAPES, *says))
 
 
 def _field(name: str, value: Any, *says: str) -> Fault:
@@ -35,19 +44,18 @@ def _twice(folder: Path) -> None:
 
 
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner")
-_SHAPES = "does not hold the tensors that its config requires"
 
 FAULTS = {
-    "config: empty": Fault(content(CONFIG, b""), _UNREADABLE),
-    "config: a web page": Fault(content(CONFIG, b"<html>"), (*_UNREADABLE, "web page")),
-    "config: not UTF-8": Fault(content(CONFIG, b"\xff\xfe{}"), _UNREADABLE),
-    "config: cut short": Fault(content(CONFIG, b'{"n_layer": 2'), _UNREADABLE),
-    "config: nested 100,000 deep": Fault(content(CONFIG, b"[" * 100_000), _UNREADABLE),
-    "config: a million objects": Fault(
-        content(CONFIG, b"[" + b"{}," * 1_000_000 + b"0]"), (*_UNREADABLE, "more than 200,000")
+    "config: empty": _unreadable(content(CONFIG, b"")),
+    "config: a web page": _unreadable(content(CONFIG, b"<html>"), "web page"),
+    "config: not UTF-8": _unreadable(content(CONFIG, b"\xff\xfe{}")),
+    "config: cut short": _unreadable(content(CONFIG, b'{"n_layer": 2')),
+    "config: nested 100,000 deep": _unreadable(content(CONFIG, b"[" * 100_000)),
+    "config: a million objects": _unreadable(
+        content(CONFIG, b"[" + b"{}," * 1_000_000 + b"0]"), "more than 200,000"
     ),
-    "config: a field twice": Fault(_twice, (*_UNREADABLE, "it repeats the key 'n_head'")),
-    "config: a number of 5,000 digits": Fault(_raw("n_embd", "9" * 5000), _UNREADABLE),
+    "config: a field twice": _unreadable(_twice, "it repeats the key 'n_head'"),
+    "config: a number of 5,000 digits": _unreadable(_raw("n_embd", "9" * 5000)),
     "config: a list": Fault(
         content(CONFIG, b"[1]"), (CONFIG, "JSON list, but must hold an object")
     ),
@@ -102,29 +110,26 @@ FAULTS = {
         (CONFIG, "'n_embd' twice: 8, and 16 as 'hidden_size'"),
         ConfigError,
     ),
-    "config: n_embd 10^7": Fault(
-        values(CONFIG, n_embd=10**7), (_SHAPES, "expected [262, 10000000], found [262, 8]")
+    "config: n_embd 10^7": _misfit(
+        values(CONFIG, n_embd=10**7), "expected [262, 10000000], found [262, 8]"
     ),
     "config: n_layer 10^6": Fault(
         values(CONFIG, n_layer=10**6), ("n_layer", "1000000", "28 tensors", "belong together")
     ),
-    "config: n_layer too high": Fault(
-        values(CONFIG, n_layer=3), (_SHAPES, "12 missing: h.2.ln_1.weight", "and 2 more")
+    "config: n_layer too high": _misfit(
+        values(CONFIG, n_layer=3), "12 missing: h.2.ln_1.weight", "and 2 more"
     ),
-    "config: n_layer too low": Fault(
-        values(CONFIG, n_layer=1), (_SHAPES, "12 unexpected: h.1.", "and 2 more")
+    "config: n_layer too low": _misfit(
+        values(CONFIG, n_layer=1), "12 unexpected: h.1.", "and 2 more"
     ),
-    "config: a large vocab_size": Fault(
-        values(CONFIG, vocab_size=2**31 - 1),
-        (_SHAPES, "vocab_size 2147483647 and the tensor has 262"),
+    "config: a large vocab_size": _misfit(
+        values(CONFIG, vocab_size=2**31 - 1), "vocab_size 2147483647 and the tensor has 262"
     ),
-    "config: a large n_positions": Fault(
-        values(CONFIG, n_positions=10**9),
-        (_SHAPES, "n_positions 1000000000 and the tensor has 8 rows"),
+    "config: a large n_positions": _misfit(
+        values(CONFIG, n_positions=10**9), "n_positions 1000000000 and the tensor has 8 rows"
     ),
-    "config: another n_inner": Fault(
-        values(CONFIG, n_inner=16),
-        (_SHAPES, "h.{0…1}.mlp.c_fc.weight: expected [8, 16], found [8, 32]"),
+    "config: another n_inner": _misfit(
+        values(CONFIG, n_inner=16), "h.{0…1}.mlp.c_fc.weight: expected [8, 16], found [8, 32]"
     ),
     "config: epsilon 0 loads": Fault(values(CONFIG, layer_norm_epsilon=0), (), None),
     "config: unchanged loads": Fault(tensors(lambda state: None), (), None),

@@ -88,10 +88,12 @@ def _linked(folder: Path) -> None:
     (folder / WEIGHTS).symlink_to(blob)
 
 
+def _shards(breaks: Callable[[Path], Any], *says: str) -> Fault:
+    return Fault(breaks, says, layout="shards")
+
+
 def _index(**fields: Any) -> Fault:
-    return Fault(
-        values(INDEX, **fields), (INDEX, "has no 'weight_map'", "tensor names"), layout="shards"
-    )
+    return _shards(values(INDEX, **fields), INDEX, "has no 'weight_map'", "tensor names")
 
 
 _OUTSIDE = ("../a.safetensors", "/etc/passwd", "sub/a.safetensors", "C:a.safetensors")
@@ -133,62 +135,44 @@ FAULTS = {
         sparse("config.json", 4 << 30),
         ("config.json has 4,294,967,296 bytes, but may have at most",),
     ),
-    "shards: one missing": Fault(
-        without(SECOND), (f"lacks {SECOND}, 1 of the 2",), layout="shards"
+    "shards: one missing": _shards(without(SECOND), f"lacks {SECOND}, 1 of the 2"),
+    "shards: all missing": _shards(
+        without(FIRST, SECOND), FIRST, SECOND, "2 of the 2", "Download them"
     ),
-    "shards: all missing": Fault(
-        without(FIRST, SECOND), (FIRST, SECOND, "2 of the 2", "Download them"), layout="shards"
-    ),
-    "shards: one that is a pipe": Fault(
-        _replaced(SECOND, os.mkfifo), ("lacks", SECOND), layout="shards"
-    ),
-    "shards: one that is an endless device": Fault(
-        _replaced(SECOND, _zeros), ("lacks", SECOND), layout="shards"
-    ),
-    "shards: one that is damaged": Fault(
-        content(SECOND, b"\0" * 9), (SECOND, "cannot be read as safetensors"), layout="shards"
+    "shards: one that is a pipe": _shards(_replaced(SECOND, os.mkfifo), "lacks", SECOND),
+    "shards: one that is an endless device": _shards(_replaced(SECOND, _zeros), "lacks", SECOND),
+    "shards: one that is damaged": _shards(
+        content(SECOND, b"\0" * 9), SECOND, "cannot be read as safetensors"
     ),
     **{
-        f"shards: one at {name!r}": Fault(
-            _shard_named(name), (INDEX, "shards must lie beside the index"), layout="shards"
+        f"shards: one at {name!r}": _shards(
+            _shard_named(name), INDEX, "shards must lie beside the index"
         )
         for name in (*_OUTSIDE, *_INVALID)
     },
-    "shards: a tensor in another one": Fault(
-        _moved, (INDEX, "1 not in the shard it names", "Download or export"), layout="shards"
+    "shards: a tensor in another one": _shards(
+        _moved, INDEX, "1 not in the shard it names", "Download or export"
     ),
-    "shards: a tensor in two": Fault(_twice, ("a second time",), layout="shards"),
-    "shards: a tensor in none": Fault(
+    "shards: a tensor in two": _shards(_twice, "a second time"),
+    "shards: a tensor in none": _shards(
         lambda folder: _add(folder, "transformer.extra"),
-        (INDEX, "1 not in the shard it names: transformer.extra"),
-        layout="shards",
+        INDEX,
+        "1 not in the shard it names: transformer.extra",
     ),
-    "shards: a tensor that the index does not tell": Fault(
-        _unlisted,
-        (INDEX, "1 in a shard but not in the index: transformer.ln_f.bias"),
-        layout="shards",
+    "shards: a tensor that the index does not tell": _shards(
+        _unlisted, INDEX, "1 in a shard but not in the index: transformer.ln_f.bias"
     ),
-    "index: without a map": Fault(
-        content(INDEX, b"{}"), (INDEX, "has no 'weight_map'"), layout="shards"
-    ),
+    "index: without a map": _shards(content(INDEX, b"{}"), INDEX, "has no 'weight_map'"),
     "index: a map that is null": _index(weight_map=None),
-    "index: of 1 GB": Fault(
-        sparse(INDEX, 1 << 30), (INDEX, "has 1,073,741,824 bytes, but may"), layout="shards"
-    ),
+    "index: of 1 GB": _shards(sparse(INDEX, 1 << 30), INDEX, "has 1,073,741,824 bytes, but may"),
     "index: a map that is a list": _index(weight_map=[]),
     "index: a map to numbers": _index(weight_map={"wte.weight": 1}),
-    "index: a map that is empty": Fault(
-        values(INDEX, weight_map={}), (INDEX, "has 0 tensors, fewer than"), layout="shards"
+    "index: a map that is empty": _shards(
+        values(INDEX, weight_map={}), INDEX, "has 0 tensors, fewer than"
     ),
-    "index: empty": Fault(
-        content(INDEX, b""), (INDEX, "cannot be read as JSON", "Download"), layout="shards"
-    ),
-    "index: no JSON": Fault(
-        content(INDEX, b"{"), (INDEX, "cannot be read as JSON"), layout="shards"
-    ),
-    "index: a list": Fault(
-        content(INDEX, b"[]"), (INDEX, "JSON list, but must hold an object"), layout="shards"
-    ),
+    "index: empty": _shards(content(INDEX, b""), INDEX, "cannot be read as JSON", "Download"),
+    "index: no JSON": _shards(content(INDEX, b"{"), INDEX, "cannot be read as JSON"),
+    "index: a list": _shards(content(INDEX, b"[]"), INDEX, "JSON list, but must hold an object"),
     "shards: of safetensors load": Fault(lambda folder: None, (), None, layout="shards"),
     "shards: of pickles load": Fault(lambda folder: None, (), None, layout="bin shards"),
 }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,39 +41,36 @@ _UNFILLED = b"\x80\x02}X\x0a\0\0\0wte.weightctorch\nFloatTensor\nJ\0\0\0\x10\x85
 _NOT_PLAIN = (PICKLE, "holds no plain dictionary of named tensors", "state_dict()")
 _NO_DATA = (PICKLE, "wte.weight", "not dense or have no data of their own")
 
+
+def _unreadable(breaks: Callable[[Path], Any], *says: str, layout: str = "bin") -> Fault:
+    return Fault(breaks, (*_UNREADABLE, *says), layout=layout)
+
+
 FAULTS = {
-    "pickle: empty": Fault(cut(PICKLE, 0), _UNREADABLE, layout="bin"),
-    "pickle: cut at the start": Fault(cut(PICKLE, 0.01), _UNREADABLE, layout="bin"),
-    "pickle: cut at the end": Fault(cut(PICKLE, 0.999), (*_UNREADABLE, "cut short"), layout="bin"),
-    "pickle: 4 GB of nothing": Fault(sparse(PICKLE, 4 << 30), _UNREADABLE, layout="bin"),
-    "pickle: a web page": Fault(
-        content(PICKLE, b"<!DOCTYPE html>"), (*_UNREADABLE, "web page"), layout="bin"
+    "pickle: empty": _unreadable(cut(PICKLE, 0)),
+    "pickle: cut at the start": _unreadable(cut(PICKLE, 0.01)),
+    "pickle: cut at the end": _unreadable(cut(PICKLE, 0.999), "cut short"),
+    "pickle: 4 GB of nothing": _unreadable(sparse(PICKLE, 4 << 30)),
+    "pickle: a web page": _unreadable(content(PICKLE, b"<!DOCTYPE html>"), "web page"),
+    "pickle: two bytes": _unreadable(content(PICKLE, b"h\n")),
+    "pickle: code by torch.save": _unreadable(
+        pickled(lambda folder: {"wte.weight": Malice(folder)}), "getattr", "not executed"
     ),
-    "pickle: two bytes": Fault(content(PICKLE, b"h\n"), _UNREADABLE, layout="bin"),
-    "pickle: code by torch.save": Fault(
-        pickled(lambda folder: {"wte.weight": Malice(folder)}),
-        (*_UNREADABLE, "getattr", "not executed"),
-        layout="bin",
-    ),
-    "pickle: code by torch.save, old style": Fault(
+    "pickle: code by torch.save, old style": _unreadable(
         pickled(lambda folder: {"wte.weight": Malice(folder)}, **OLD),
-        (*_UNREADABLE, "not executed"),
+        "not executed",
         layout="legacy",
     ),
-    "pickle: code by eval": Fault(
-        pickled(lambda folder: {**state(), "x": MaliceByEval(folder)}),
-        (*_UNREADABLE, "eval", "not executed"),
-        layout="bin",
+    "pickle: code by eval": _unreadable(
+        pickled(lambda folder: {**state(), "x": MaliceByEval(folder)}), "eval", "not executed"
     ),
-    "pickle: code by pickle": Fault(plain_pickle, _UNREADABLE, layout="bin"),
+    "pickle: code by pickle": _unreadable(plain_pickle),
     "pickle: code beside nanoGPT's tensors": Fault(
         lambda folder: torch.save({**nanogpt(), "config": Malice(folder)}, folder / "ckpt.pt"),
         ("ckpt.pt", "not executed"),
         layout="nanogpt",
     ),
-    "pickle: a module": Fault(
-        pickled(lambda folder: torch.nn.Linear(2, 2)), (*_UNREADABLE, "not executed"), layout="bin"
-    ),
+    "pickle: a module": _unreadable(pickled(lambda folder: torch.nn.Linear(2, 2)), "not executed"),
     "pickle: a list": Fault(pickled(lambda folder: [torch.ones(2)]), _NOT_PLAIN, layout="bin"),
     "pickle: a tensor": Fault(pickled(lambda folder: torch.ones(2)), _NOT_PLAIN, layout="bin"),
     "pickle: keys that are numbers": Fault(
@@ -82,19 +82,11 @@ FAULTS = {
     "pickle: tensors one level down": Fault(
         pickled(lambda folder: {"state_dict": state()}), _NOT_PLAIN, layout="bin"
     ),
-    "pickle: a sparse tensor": Fault(
-        pickled(wte(torch.Tensor.to_sparse)),
-        (*_UNREADABLE, "_rebuild_sparse_tensor"),
-        layout="bin",
+    "pickle: a sparse tensor": _unreadable(
+        pickled(wte(torch.Tensor.to_sparse)), "_rebuild_sparse_tensor"
     ),
-    "pickle: a tensor on meta": Fault(
-        pickled(wte(lambda t: t.to("meta"))), (*_UNREADABLE, "_rebuild_meta"), layout="bin"
-    ),
-    "pickle: a nested tensor": Fault(
-        pickled(wte(nested)),
-        (*_UNREADABLE, "_rebuild_nested_tensor"),
-        layout="bin",
-    ),
+    "pickle: a tensor on meta": _unreadable(pickled(wte(lambda t: t.to("meta"))), "_rebuild_meta"),
+    "pickle: a nested tensor": _unreadable(pickled(wte(nested)), "_rebuild_nested_tensor"),
     "pickle: whole numbers": Fault(
         pickled(wte(lambda t: t.to(torch.int64))),
         (PICKLE, "wte.weight", "int64", "floating-point"),
@@ -109,81 +101,65 @@ FAULTS = {
         (PICKLE, "wte.weight", "float8_e4m3fn", "floating-point"),
         layout="bin",
     ),
-    "pickle: a zip bomb of 200 MB": Fault(
-        bomb, (*_UNREADABLE, "would unpack to 200,0", "may take at most"), layout="bin"
+    "pickle: a zip bomb of 200 MB": _unreadable(bomb, "would unpack to 200,0", "may take at most"),
+    "pickle: compressed": _unreadable(compressed, "compressed"),
+    "pickle: a record that claims to be a folder": _unreadable(flagged, "compressed or folders"),
+    "pickle: an archive with two tables of contents": _unreadable(
+        two_ends, "does not end with its table of contents"
     ),
-    "pickle: compressed": Fault(compressed, (*_UNREADABLE, "compressed"), layout="bin"),
-    "pickle: a record that claims to be a folder": Fault(
-        flagged, (*_UNREADABLE, "compressed or folders"), layout="bin"
-    ),
-    "pickle: an archive with two tables of contents": Fault(
-        two_ends, (*_UNREADABLE, "does not end with its table of contents"), layout="bin"
-    ),
-    "pickle: an archive without a pickle": Fault(
+    "pickle: an archive without a pickle": _unreadable(
         lambda folder: zipfile.ZipFile(folder / PICKLE, "w").writestr("archive/version", "3"),
-        (*_UNREADABLE, "0 files data.pkl"),
-        layout="bin",
+        "0 files data.pkl",
     ),
-    "pickle: a million tuples in tuples": Fault(
-        zip_around(_TUPLES), (*_UNREADABLE, "nests more than 10,000 tuples"), layout="bin"
+    "pickle: a million tuples in tuples": _unreadable(
+        zip_around(_TUPLES), "nests more than 10,000 tuples"
     ),
-    "pickle: a million opcodes": Fault(
-        zip_around(b"\x80\x02" + b"Nq\0" * 500_000 + b"}."),
-        (*_UNREADABLE, "more than 400,000 opcodes"),
-        layout="bin",
+    "pickle: a million opcodes": _unreadable(
+        zip_around(b"\x80\x02" + b"Nq\0" * 500_000 + b"}."), "more than 400,000 opcodes"
     ),
-    "pickle: a string with an invalid escape": Fault(
-        zip_around(b"\x80\x02}S'\\z'\n."), (*_UNREADABLE, "the opcode STRING"), layout="bin"
+    "pickle: a string with an invalid escape": _unreadable(
+        zip_around(b"\x80\x02}S'\\z'\n."), "the opcode STRING"
     ),
-    "pickle: of 100 MB": Fault(
+    "pickle: of 100 MB": _unreadable(
         zip_around(b"\x80\x02}" + b"N" * 100_000_000 + b"."),
-        (*_UNREADABLE, "its pickle takes 100,000,004 bytes, but may take at most 4,194,304"),
-        layout="bin",
+        "its pickle takes 100,000,004 bytes, but may take at most 4,194,304",
     ),
-    "pickle: a number of 16 bytes": Fault(
-        zip_around(b"\x80\x02}\x8a\x10" + b"\x7f" * 16 + b"Ns."),
-        (*_UNREADABLE, "more than 64 bits"),
-        layout="bin",
+    "pickle: a number of 16 bytes": _unreadable(
+        zip_around(b"\x80\x02}\x8a\x10" + b"\x7f" * 16 + b"Ns."), "more than 64 bits"
     ),
-    "pickle: 20,000 tuples in tuples": Fault(
-        zip_around(b"\x80\x02})" + b"\x85" * 20_000 + b"Ns."),
-        (*_UNREADABLE, "nests more than 10,000 tuples"),
-        layout="bin",
+    "pickle: 20,000 tuples in tuples": _unreadable(
+        zip_around(b"\x80\x02})" + b"\x85" * 20_000 + b"Ns."), "nests more than 10,000 tuples"
     ),
-    "pickle: a tuple of 2^60 tuples": Fault(
-        zip_around(_DOUBLING), (*_UNREADABLE, "nests more than 10,000 tuples"), layout="bin"
+    "pickle: a tuple of 2^60 tuples": _unreadable(
+        zip_around(_DOUBLING), "nests more than 10,000 tuples"
     ),
-    "pickle: a bytearray of 1 GB": Fault(
-        zip_around(_BYTEARRAY), (*_UNREADABLE, "builtins.bytearray"), layout="bin"
+    "pickle: a bytearray of 1 GB": _unreadable(zip_around(_BYTEARRAY), "builtins.bytearray"),
+    "pickle: a tensor of whatever is in memory": _unreadable(
+        zip_around(_UNFILLED), "torch.FloatTensor"
     ),
-    "pickle: a tensor of whatever is in memory": Fault(
-        zip_around(_UNFILLED), (*_UNREADABLE, "torch.FloatTensor"), layout="bin"
-    ),
-    "pickle: protocol 3": Fault(
+    "pickle: protocol 3": _unreadable(
         pickled(lambda folder: state(), pickle_protocol=3),
-        (*_UNREADABLE, "has protocol 3", "protocol 2", "without pickle_protocol"),
-        layout="bin",
+        "has protocol 3",
+        "protocol 2",
+        "without pickle_protocol",
     ),
-    "pickle: a quantized storage": Fault(
+    "pickle: a quantized storage": _unreadable(
         zip_around(
             storage(b"K\x04", b"K\2K\2\x86", b"K\2K\1\x86").replace(b"Float", b"QInt8"),
             **{"data/0": bytes(4)},
         ),
-        (*_UNREADABLE, "torch.QInt8Storage"),
-        layout="bin",
+        "torch.QInt8Storage",
     ),
-    "pickle: a TorchScript program": Fault(
+    "pickle: a TorchScript program": _unreadable(
         zip_around(b"\x80\x02}.", **{"constants.pkl": b"\x80\x02)."}),
-        (*_UNREADABLE, "a TorchScript program", "state_dict()"),
-        layout="bin",
+        "a TorchScript program",
+        "state_dict()",
     ),
-    "pickle: a storage larger than its record": Fault(
+    "pickle: a storage larger than its record": _unreadable(
         zip_around(
             storage(int(10**9), int(10**9) + b"\x85", b"K\1\x85"),
             **{"data/0": bytes(64)},
-        ),
-        _UNREADABLE,
-        layout="bin",
+        )
     ),
     "pickle: one number as a tensor of 2^40": Fault(
         both(
@@ -197,18 +173,17 @@ FAULTS = {
         layout="bin",
     ),
     **{
-        f"old style: cut to {size} bytes": Fault(cut_to(size), _UNREADABLE, layout="legacy")
+        f"old style: cut to {size} bytes": _unreadable(cut_to(size), layout="legacy")
         for size in (1, 18, 28, 52, 100)
     },
-    "old style: cut in the pickle": Fault(cut(PICKLE, 0.05), _UNREADABLE, layout="legacy"),
-    "old style: cut in the data": Fault(cut(PICKLE, 0.9), _UNREADABLE, layout="legacy"),
-    "old style: 10^12 numbers claimed": Fault(
+    "old style: cut in the pickle": _unreadable(cut(PICKLE, 0.05), layout="legacy"),
+    "old style: cut in the data": _unreadable(cut(PICKLE, 0.9), layout="legacy"),
+    "old style: 10^12 numbers claimed": _unreadable(
         old_style(
             storage(int(10**12), int(10**12) + b"\x85", b"K\1\x85", b"N"),
             b"]X\1\0\0\x000a",
             bytes(8),
         ),
-        _UNREADABLE,
         layout="legacy",
     ),
     "old style: no data listed": Fault(
@@ -217,9 +192,9 @@ FAULTS = {
     "old style: data of one tensor not listed": Fault(
         keys_as(lambda keys: keys[:-1]), (PICKLE, "the data of all of its tensors"), layout="legacy"
     ),
-    "old style: data of one tensor listed twice": Fault(
+    "old style: data of one tensor listed twice": _unreadable(
         keys_as(lambda keys: [*keys[:-1], "".join([*keys[0]])]),  # equal, but another object
-        (*_UNREADABLE, "its list of the data that follows is damaged"),
+        "its list of the data that follows is damaged",
         layout="legacy",
     ),
     "old style: trailing bytes": Fault(
@@ -229,8 +204,8 @@ FAULTS = {
         (PICKLE, "its tensors need", "Download it again"),
         layout="legacy",
     ),
-    "old style: a bytearray of 1 GB": Fault(
-        old_style(_BYTEARRAY), (*_UNREADABLE, "builtins.bytearray"), layout="legacy"
+    "old style: a bytearray of 1 GB": _unreadable(
+        old_style(_BYTEARRAY), "builtins.bytearray", layout="legacy"
     ),
     "old style: loads": Fault(lambda folder: None, (), None, layout="legacy"),
     "nanoGPT: arguments that are a list": Fault(

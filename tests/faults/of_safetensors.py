@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.faults.fault import PICKLE, WEIGHTS, Fault, content, cut, header, sparse, write_header
 
 _UNREADABLE = (WEIGHTS, "cannot be read as safetensors", "export it again")
+
+
+def _fault(breaks: Callable[[Path], Any], *says: str, layout: str = "safetensors") -> Fault:
+    return Fault(breaks, (*_UNREADABLE, *says), layout=layout)
 
 
 def _set(name: str, **fields: Any) -> Any:
@@ -57,85 +62,67 @@ def _renamed(folder: Path) -> None:
 
 
 FAULTS = {
-    "safetensors: empty": Fault(cut(WEIGHTS, 0), (*_UNREADABLE, "may be truncated", "0 bytes")),
-    "safetensors: 7 bytes": Fault(content(WEIGHTS, b"\x10" * 7), (*_UNREADABLE, "it has 7 bytes")),
-    "safetensors: cut in the header": Fault(cut(WEIGHTS, 0.02), (*_UNREADABLE, "its header needs")),
-    "safetensors: cut in the data": Fault(
-        cut(WEIGHTS, 0.99), (*_UNREADABLE, "may be truncated", "its tensors need")
+    "safetensors: empty": _fault(cut(WEIGHTS, 0), "may be truncated", "0 bytes"),
+    "safetensors: 7 bytes": _fault(content(WEIGHTS, b"\x10" * 7), "it has 7 bytes"),
+    "safetensors: cut in the header": _fault(cut(WEIGHTS, 0.02), "its header needs"),
+    "safetensors: cut in the data": _fault(
+        cut(WEIGHTS, 0.99), "may be truncated", "its tensors need"
     ),
-    "safetensors: header length 0": Fault(_length(0), _UNREADABLE),
-    "safetensors: header length too short": Fault(_length(100), _UNREADABLE),
-    "safetensors: header length beyond the file": Fault(
-        _length(10**6), (*_UNREADABLE, "its header needs 1,000,008")
+    "safetensors: header length 0": _fault(_length(0)),
+    "safetensors: header length too short": _fault(_length(100)),
+    "safetensors: header length beyond the file": _fault(
+        _length(10**6), "its header needs 1,000,008"
     ),
-    "safetensors: header length 2^63": Fault(
-        _length(2**63), (*_UNREADABLE, "9,223,372,036,854,775,816")
+    "safetensors: header length 2^63": _fault(_length(2**63), "9,223,372,036,854,775,816"),
+    "safetensors: header length 2^64 − 1": _fault(_length(2**64 - 1)),
+    "safetensors: a name twice": _fault(_key_twice, "it repeats the key 'ln_f.bias'"),
+    "safetensors: the last of 300,000 names twice": _fault(
+        _many_keys_twice, "it repeats the key '299999'"
     ),
-    "safetensors: header length 2^64 − 1": Fault(_length(2**64 - 1), _UNREADABLE),
-    "safetensors: a name twice": Fault(
-        _key_twice, (*_UNREADABLE, "it repeats the key 'ln_f.bias'")
+    "safetensors: overlapping tensors": _fault(
+        header(lambda e: e["ln_f.bias"].update(data_offsets=e["ln_f.weight"]["data_offsets"]))
     ),
-    "safetensors: the last of 300,000 names twice": Fault(
-        _many_keys_twice, (*_UNREADABLE, "it repeats the key '299999'")
+    "safetensors: a hole": _fault(header(lambda e: e.pop("ln_f.bias"))),
+    "safetensors: begin after end": _fault(_set("ln_f.bias", data_offsets=[64, 32])),
+    "safetensors: data past the end": _fault(
+        _set("ln_f.bias", data_offsets=[10**9, 10**9 + 32]), "its tensors need 1,000,0"
     ),
-    "safetensors: overlapping tensors": Fault(
-        header(lambda e: e["ln_f.bias"].update(data_offsets=e["ln_f.weight"]["data_offsets"])),
-        _UNREADABLE,
+    "safetensors: offsets beyond 64 bits": _fault(_set("ln_f.bias", data_offsets=[0, 2**70])),
+    "safetensors: trailing bytes": _fault(_appended),
+    "safetensors: a negative dimension": _fault(_set("ln_f.bias", shape=[-8])),
+    "safetensors: a fractional dimension": _fault(_set("ln_f.bias", shape=[8.0])),
+    "safetensors: a dimension of 2^62": _fault(_set("ln_f.bias", shape=[2**62])),
+    "safetensors: dimensions that overflow to 8": _fault(_set("ln_f.bias", shape=[2**61, 8, 8])),
+    "safetensors: an unknown data type": _fault(_set("ln_f.bias", dtype="F33")),
+    "safetensors: a data type that is a number": _fault(_set("ln_f.bias", dtype=32)),
+    "safetensors: an entry without offsets": _fault(
+        header(lambda e: e["ln_f.bias"].pop("data_offsets"))
     ),
-    "safetensors: a hole": Fault(header(lambda e: e.pop("ln_f.bias")), _UNREADABLE),
-    "safetensors: begin after end": Fault(_set("ln_f.bias", data_offsets=[64, 32]), _UNREADABLE),
-    "safetensors: data past the end": Fault(
-        _set("ln_f.bias", data_offsets=[10**9, 10**9 + 32]),
-        (*_UNREADABLE, "its tensors need 1,000,0"),
+    "safetensors: offsets that are words": _fault(_set("ln_f.bias", data_offsets=["0", "32"])),
+    "safetensors: metadata of numbers": _fault(
+        header(lambda e: e.update(__metadata__={"format": 1}))
     ),
-    "safetensors: offsets beyond 64 bits": Fault(
-        _set("ln_f.bias", data_offsets=[0, 2**70]), _UNREADABLE
+    "safetensors: header not UTF-8": _fault(_deep(b'{"\xff": 0}')),
+    "safetensors: header in UTF-16": _fault(_deep('{"a": 0}'.encode("utf-16"))),
+    "safetensors: header no JSON": _fault(_deep(b"{wte: F32}")),
+    "safetensors: header a list": _fault(_deep(b"[1]"), "JSON list", "an object"),
+    "safetensors: header nested 100,000 deep": _fault(_deep(b"[" * 100_000)),
+    "safetensors: header of 50 MB nested": _fault(
+        _deep(b"[" * 50_000_000), "takes 50,000,008 bytes, but may take at most 4,194,304"
     ),
-    "safetensors: trailing bytes": Fault(_appended, _UNREADABLE),
-    "safetensors: a negative dimension": Fault(_set("ln_f.bias", shape=[-8]), _UNREADABLE),
-    "safetensors: a fractional dimension": Fault(_set("ln_f.bias", shape=[8.0]), _UNREADABLE),
-    "safetensors: a dimension of 2^62": Fault(_set("ln_f.bias", shape=[2**62]), _UNREADABLE),
-    "safetensors: dimensions that overflow to 8": Fault(
-        _set("ln_f.bias", shape=[2**61, 8, 8]), _UNREADABLE
+    "safetensors: header of a million objects": _fault(
+        _deep(b"[" + b"{}," * 1_000_000 + b"0]"), "more than 200,000 lists"
     ),
-    "safetensors: an unknown data type": Fault(_set("ln_f.bias", dtype="F33"), _UNREADABLE),
-    "safetensors: a data type that is a number": Fault(_set("ln_f.bias", dtype=32), _UNREADABLE),
-    "safetensors: an entry without offsets": Fault(
-        header(lambda e: e["ln_f.bias"].pop("data_offsets")), _UNREADABLE
+    "safetensors: 4 GB of nothing": _fault(sparse(WEIGHTS, 4 << 30)),
+    "safetensors: a web page": _fault(
+        content(WEIGHTS, b"<!DOCTYPE html><html><body>Not Found</body></html>"), "it is a web page"
     ),
-    "safetensors: offsets that are words": Fault(
-        _set("ln_f.bias", data_offsets=["0", "32"]), _UNREADABLE
-    ),
-    "safetensors: metadata of numbers": Fault(
-        header(lambda e: e.update(__metadata__={"format": 1})), _UNREADABLE
-    ),
-    "safetensors: header not UTF-8": Fault(_deep(b'{"\xff": 0}'), _UNREADABLE),
-    "safetensors: header in UTF-16": Fault(_deep('{"a": 0}'.encode("utf-16")), _UNREADABLE),
-    "safetensors: header no JSON": Fault(_deep(b"{wte: F32}"), _UNREADABLE),
-    "safetensors: header a list": Fault(_deep(b"[1]"), (*_UNREADABLE, "JSON list", "an object")),
-    "safetensors: header nested 100,000 deep": Fault(_deep(b"[" * 100_000), _UNREADABLE),
-    "safetensors: header of 50 MB nested": Fault(
-        _deep(b"[" * 50_000_000),
-        (*_UNREADABLE, "takes 50,000,008 bytes, but may take at most 4,194,304"),
-    ),
-    "safetensors: header of a million objects": Fault(
-        _deep(b"[" + b"{}," * 1_000_000 + b"0]"), (*_UNREADABLE, "more than 200,000 lists")
-    ),
-    "safetensors: 4 GB of nothing": Fault(sparse(WEIGHTS, 4 << 30), _UNREADABLE),
-    "safetensors: a web page": Fault(
-        content(WEIGHTS, b"<!DOCTYPE html><html><body>Not Found</body></html>"),
-        (*_UNREADABLE, "it is a web page"),
-    ),
-    "safetensors: a Git LFS pointer": Fault(
+    "safetensors: a Git LFS pointer": _fault(
         content(
             WEIGHTS, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 548105171\n"
         ),
-        (*_UNREADABLE, "Git LFS pointer"),
+        "Git LFS pointer",
     ),
-    "safetensors: a pickle": Fault(_a_pickle, (*_UNREADABLE, "it is a pickle")),
-    "safetensors: a torch.save file": Fault(
-        _renamed,
-        (*_UNREADABLE, "it is a pickle"),
-        layout="bin",
-    ),
+    "safetensors: a pickle": _fault(_a_pickle, "it is a pickle"),
+    "safetensors: a torch.save file": _fault(_renamed, "it is a pickle", layout="bin"),
 }

@@ -17,6 +17,10 @@ _UNEXPECTED = (WEIGHTS, "does not hold the tensors that its config requires", "C
 C_FC = "h.1.mlp.c_fc.weight"
 
 
+def _fault(breaks: Callable[[Path], Any], *says: str) -> Fault:
+    return Fault(breaks, (*_UNEXPECTED, *says))
+
+
 def _to(name: str, dtype: torch.dtype) -> Callable[[Path], None]:
     return tensors(lambda state: state.update({name: state[name].to(dtype)}))
 
@@ -42,64 +46,62 @@ def _twice(folder: Path) -> None:
 
 
 FAULTS = {
-    "tensors: one missing": Fault(
-        tensors(lambda state: state.pop("h.1.attn.c_proj.bias")),
-        (*_UNEXPECTED, "1 missing: h.1.attn.c_proj.bias"),
+    "tensors: one missing": _fault(
+        tensors(lambda state: state.pop("h.1.attn.c_proj.bias")), "1 missing: h.1.attn.c_proj.bias"
     ),
-    "tensors: the embedding missing": Fault(
-        tensors(lambda state: state.pop("wte.weight")), (*_UNEXPECTED, "missing: wte.weight")
+    "tensors: the embedding missing": _fault(
+        tensors(lambda state: state.pop("wte.weight")), "missing: wte.weight"
     ),
-    "tensors: an untied head missing": Fault(
-        tensors(lambda state: None, tie_word_embeddings=False),
-        (*_UNEXPECTED, "1 missing: lm_head.weight"),
+    "tensors: an untied head missing": _fault(
+        tensors(lambda state: None, tie_word_embeddings=False), "1 missing: lm_head.weight"
     ),
-    "tensors: one unexpected": Fault(
-        _with("h.0.adapter", torch.ones(2)), (*_UNEXPECTED, "1 unexpected: h.0.adapter")
+    "tensors: one unexpected": _fault(
+        _with("h.0.adapter", torch.ones(2)), "1 unexpected: h.0.adapter"
     ),
-    "tensors: one renamed": Fault(
+    "tensors: one renamed": _fault(
         _renamed("h.0.ln_1.weight", "h.0.ln1.weight"),
-        (*_UNEXPECTED, "1 missing: h.0.ln_1.weight", "1 unexpected: h.0.ln1.weight"),
+        "1 missing: h.0.ln_1.weight",
+        "1 unexpected: h.0.ln1.weight",
     ),
-    "tensors: a layer with a zero in front": Fault(
+    "tensors: a layer with a zero in front": _fault(
         _renamed("h.0.ln_1.weight", "h.00.ln_1.weight"),
-        (*_UNEXPECTED, "1 missing: h.0.ln_1.weight", "1 unexpected: h.00.ln_1.weight"),
+        "1 missing: h.0.ln_1.weight",
+        "1 unexpected: h.00.ln_1.weight",
     ),
-    "tensors: a layer of 5,000 digits": Fault(
-        _with(f"h.{'1' * 5000}.x", torch.ones(2)), (*_UNEXPECTED, "1 unexpected: h.111")
+    "tensors: a layer of 5,000 digits": _fault(
+        _with(f"h.{'1' * 5000}.x", torch.ones(2)), "1 unexpected: h.111"
     ),
-    "tensors: a name of a megabyte": Fault(
-        _with("x" * 1_000_000, torch.ones(2)), (*_UNEXPECTED, "1 unexpected: xxx")
+    "tensors: a name of a megabyte": _fault(
+        _with("x" * 1_000_000, torch.ones(2)), "1 unexpected: xxx"
     ),
-    "tensors: a name that clears the screen": Fault(
-        _with("h.0.\x1b[2J\n", torch.ones(2)), (*_UNEXPECTED, "1 unexpected: h.0.\\x1b[2J")
+    "tensors: a name that clears the screen": _fault(
+        _with("h.0.\x1b[2J\n", torch.ones(2)), "1 unexpected: h.0.\\x1b[2J"
     ),
     "tensors: a name with and without prefix": Fault(
         _twice, (WEIGHTS, "ln_f.bias a second time", "with each tensor once")
     ),
-    "tensors: transposed": Fault(
+    "tensors: transposed": _fault(
         tensors(lambda state: state.update({C_FC: state[C_FC].t()})),
-        (*_UNEXPECTED, f"{C_FC}: looks transposed: expected [8, 32], found [32, 8]"),
+        f"{C_FC}: looks transposed: expected [8, 32], found [32, 8]",
     ),
-    "tensors: of another shape": Fault(
-        _with(C_FC, torch.ones(C, 3)), (*_UNEXPECTED, f"{C_FC}: expected [8, 32], found [8, 3]")
+    "tensors: of another shape": _fault(
+        _with(C_FC, torch.ones(C, 3)), f"{C_FC}: expected [8, 32], found [8, 3]"
     ),
-    "tensors: an embedding with more rows": Fault(
+    "tensors: an embedding with more rows": _fault(
         _with("wte.weight", torch.ones(V + 2, C)),
-        (
-            *_UNEXPECTED,
-            "wte.weight: expected [262, 8], found [264, 8]",
-            "config.json has vocab_size",
-        ),
+        "wte.weight: expected [262, 8], found [264, 8]",
+        "config.json has vocab_size",
     ),
-    "tensors: positions with fewer rows": Fault(
+    "tensors: positions with fewer rows": _fault(
         _with("wpe.weight", torch.ones(4, C)),
-        (*_UNEXPECTED, "wpe.weight: expected [8, 8], found [4, 8]", "config.json has n_positions"),
+        "wpe.weight: expected [8, 8], found [4, 8]",
+        "config.json has n_positions",
     ),
-    "tensors: a number without axes": Fault(
-        _with("ln_f.bias", torch.tensor(1.0)), (*_UNEXPECTED, "ln_f.bias: expected [8], found []")
+    "tensors: a number without axes": _fault(
+        _with("ln_f.bias", torch.tensor(1.0)), "ln_f.bias: expected [8], found []"
     ),
     **{
-        f"tensors: {dtype}": Fault(_to(C_FC, dtype), (*_UNEXPECTED, C_FC, "floating-point"))
+        f"tensors: {dtype}": _fault(_to(C_FC, dtype), C_FC, "floating-point")
         for dtype in (torch.int64, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn)
     },
     **{
