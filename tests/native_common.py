@@ -77,11 +77,10 @@ def plant_outliers(folder: Path) -> dict[str, list[int]]:
     """Make a few inputs of three products hundreds of times as large as the others.
 
     The inputs that come from norms do not change what the model computes, because their weights
-    shrink transformer_with the same factor. Two units of each MLP are shifted transformer_with
-    1,000 and scaled.
+    shrink by the same factor. Two units of each MLP are shifted by 1,000 and scaled.
 
     Returns:
-        The indices of these inputs for each weight, transformer_with name.
+        The indices of these inputs for each weight, by name.
     """
     tensors, found = load_file(folder / "model.safetensors"), {}
     for name in [
