@@ -23,6 +23,7 @@ from compat.config import HALF
 from compat.decoding import kernels
 from compat.decoding.native_library import library
 from compat.parity.reference import Reference, SharedReference
+from tests.adapt_project import write_project
 from tests.command_line import Cli, run
 
 # No result depends on the speed of the machine.
@@ -129,9 +130,17 @@ def shared() -> Path:
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
     """A function that runs a command in this process: `cli("load", "--model", folder)`."""
-    for variable in ("FORCE_COLOR", "COLUMNS"):
+    for variable in ("FORCE_COLOR", "COLUMNS", "COMPAT_TRACEBACK"):
         monkeypatch.delenv(variable, raising=False)
     return partial(run, capsys)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with compatible and incompatible models."""
+    write_project(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +167,14 @@ def shared_reference(
 
     for module in ("compat.adaptation.adapt", "compat.parity.check"):
         monkeypatch.setattr(import_module(module), "Reference", reference)
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    """Restore the number of torch's threads after the test."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

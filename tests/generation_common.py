@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig
 
-from compat import PlainBlocks, generate, load_pretrained
+from compat import generate, load_pretrained
+from compat.decoding import HasDecoder
 from compat.dialects import DIALECTS, Model
 
 each_dialect = pytest.mark.parametrize("dialect", DIALECTS)
@@ -43,7 +44,7 @@ def theirs(folder: Path, input_ids: Tensor, new: int, seed: int = 0, **settings:
     return reference(folder).generate(input_ids, attention_mask=mask, **options)
 
 
-def greedy(model: Model | PlainBlocks, input_ids: Tensor, new: int, **settings: Any) -> Tensor:
+def greedy(model: Model | HasDecoder, input_ids: Tensor, new: int, **settings: Any) -> Tensor:
     return generate(
         model, input_ids, max_new_tokens=new, **{"temperature": 0, "stop_ids": (), **settings}
     )

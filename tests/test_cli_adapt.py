@@ -20,16 +20,11 @@ from compat.cli.adapt import show
 from compat.errors import collapse_layers
 from compat.tap import Tap
 from compat.user_models import load_target
-from tests.adapt_project import ERF_LINE, ERF_SOURCE, GPT, line_of, notebook, write_project
+from tests.adapt_project import ERF_LINE, ERF_SOURCE, GPT, line_of, notebook
 from tests.command_line import Cli, run_forked, script
 from tests.conftest import State, Write
 
-
-@pytest.fixture(autouse=True)
-def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change to a folder with compatible and incompatible models."""
-    write_project(tmp_path)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("project")
 
 
 def _notes(text: str) -> list[str]:

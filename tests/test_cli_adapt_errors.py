@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from compat import HubError
-from tests.adapt_project import GPT, write_project
+from tests.adapt_project import GPT
 from tests.command_line import Cli
+from tests.test_cli_errors import failing_with
 
-
-@pytest.fixture(autouse=True)
-def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change to a folder with compatible and incompatible models."""
-    write_project(tmp_path)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("project")
 
 
 # How the model is built
@@ -111,10 +106,7 @@ def test_a_bad_checkpoint_exits_with_3(cli: Cli, tmp_path: Path) -> None:
 def test_no_network_exits_with_4_and_ctrl_c_with_130(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
 ) -> None:
-    def fail(*args: object) -> NoReturn:
-        raise error
-
-    monkeypatch.setattr("compat.checkpoint.find.fetch", fail)
+    monkeypatch.setattr("compat.checkpoint.find.fetch", failing_with(error))
     done = cli("adapt", "right.py:MyGPT", "--model", "some/model")
     assert (done.code, done.out) == (code, "")
     assert "Traceback" not in done.err

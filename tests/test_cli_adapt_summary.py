@@ -10,15 +10,7 @@ from pathlib import Path
 import pytest
 
 from compat.cli import adapt_summary
-from tests.adapt_project import write_project
 from tests.command_line import Cli
-
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    write_project(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def rows_of(text: str) -> list[dict[str, str]]:

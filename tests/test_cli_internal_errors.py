@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from compat import ConfigError
-from tests.adapt_project import GPT, line_of, write_project
+from tests.adapt_project import GPT, line_of
 from tests.command_line import Cli
 from tests.test_cli_errors import failing_with
 
+pytestmark = pytest.mark.usefixtures("project")
 COMMANDS = {
     "load": ["--model", "demo"],
     "parity": ["--model", "demo"],
@@ -19,13 +20,6 @@ COMMANDS = {
     "adapt": ["right.py:MyGPT"],
     "export": ["demo", "exported"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_project(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("COMPAT_TRACEBACK", raising=False)
 
 
 class Panic(BaseException):

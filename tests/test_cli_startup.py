@@ -17,7 +17,6 @@ import compat
 from compat.cli.app import COMMANDS
 from compat.cli.generate import DEFAULT_NEW_TOKENS
 from compat.generation import text
-from tests.adapt_project import write_project
 from tests.command_line import ROOT, Cli
 from tests.command_line import script as run_script
 
@@ -129,10 +128,8 @@ def test_shell_completion_proposes_commands() -> None:
 
 
 @pytest.fixture
-def arguments(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+def arguments(project: Path) -> dict[str, list[str]]:
     """The arguments of every command except its source, in a project folder."""
-    write_project(tmp_path)
-    monkeypatch.chdir(tmp_path)
     return {
         "load": ["--json"],
         "inspect": ["--json"],

@@ -16,7 +16,7 @@ from compat import GenerationError, generate, load_pretrained
 from compat.config import GPT2Config
 from compat.decoding import Decoder, PlainDecoder, decoder_of
 from compat.layers import KVCache
-from tests.generation_common import BATCH, PROMPT, cached_or_not, each_dialect, ours
+from tests.generation_common import BATCH, PROMPT, cached_or_not, each_dialect, greedy, ours
 
 UNEQUAL = [[5, 17, 60, 8, 1, 90, 33], [44], [9, 0, 0, 71]]
 
@@ -86,7 +86,7 @@ def test_a_cache_keeps_the_selected_rows_and_its_capacity() -> None:
 @cached_or_not
 def test_finished_sequences_leave_the_batch(noisy: Path, use_cache: bool) -> None:
     """The stop ids are chosen so that the three prompts end at different positions."""
-    unstopped = generate(ours(noisy), BATCH, max_new_tokens=20, temperature=0, stop_ids=())
+    unstopped = greedy(ours(noisy), BATCH, 20)
     stop = [int(unstopped[0, 4]), int(unstopped[1, 9])]
     rows: list[int] = []
     model = load_pretrained(noisy)

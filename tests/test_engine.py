@@ -16,7 +16,6 @@ from compat import (
     ConfigError,
     GenerationError,
     Transpose,
-    generate,
     load_pretrained,
 )
 from compat.checkpoint import open_checkpoint
@@ -28,7 +27,7 @@ from compat.engine import Engine
 from compat.parity.compare import compare
 from compat.parity.reference import Reference
 from tests.conftest import MakeCheckpoint, State, Write, noisy_reference
-from tests.generation_common import relative
+from tests.generation_common import greedy, relative
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 # Bounds relative to the norm of the float32 logits; a position that is off by one causes 0.3.
@@ -166,7 +165,7 @@ def test_greedy_ids_equal_those_of_transformers(source: Path) -> None:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=56, do_sample=False,
             eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
-        found = engine.generate(ids, max_new_tokens=56, temperature=0, stop_ids=())
+        found = greedy(engine, ids, 56)
         assert torch.equal(found, expected), seed
 
 
@@ -176,23 +175,20 @@ def test_scores_match_those_of_transformers(
 ) -> None:
     monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", 10)
     monkeypatch.setattr(scoring, "BATCH_POSITIONS", 130)
-    ids = torch.randint(97, (3, length), generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        logits = noisy_reference(n_positions=64)(ids).logits[:, :-1]
-    expected = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(
-        Engine.from_pretrained(source).score(ids), expected, rtol=1e-4, atol=1e-4
-    )
+    check_scores(source, torch.randint(97, (3, length), generator=torch.Generator().manual_seed(5)))
 
 
 def test_the_last_scored_id_needs_no_position(source: Path) -> None:
-    ids = torch.randint(97, (2, 65), generator=torch.Generator().manual_seed(6))
+    check_scores(source, torch.randint(97, (2, 65), generator=torch.Generator().manual_seed(6)))
+
+
+def check_scores(source: Path, ids: Tensor) -> None:
+    """Compare the engine's scores with those of transformers."""
     with torch.no_grad():
-        logits = noisy_reference(n_positions=64)(ids[:, :64]).logits
+        logits = noisy_reference(n_positions=64)(ids[:, :64]).logits[:, : ids.shape[1] - 1]
     expected = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(
-        Engine.from_pretrained(source).score(ids), expected, rtol=1e-4, atol=1e-4
-    )
+    found = Engine.from_pretrained(source).score(ids)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [1, 2, 65])
@@ -202,8 +198,7 @@ def test_greedy_choices_are_reported_with_the_scores(
     monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", 10)
     monkeypatch.setattr(scoring, "ROW_POSITIONS", 70)
     engine = Engine.from_pretrained(source)
-    ids = engine.generate(torch.tensor([[5, 17], [9, 44]]), max_new_tokens=62, temperature=0,
-                          stop_ids=())  # fmt: skip
+    ids = greedy(engine, torch.tensor([[5, 17], [9, 44]]), 62)
     ids = torch.cat([ids, torch.tensor([[1], [2]])], dim=1)
     ids[0, 30] = (ids[0, 30] + 1) % 97
     ids = ids[:, :length]
@@ -286,14 +281,14 @@ def test_all_tensors_are_on_the_engines_device(source: Path, dtype: Any, specula
     with torch.device("meta"):
         assert torch.zeros(1).is_meta
         engine = Engine.from_pretrained(source, dtype=dtype, speculate=speculate, device=device)
-        found = engine.generate(ids, max_new_tokens=30, temperature=0, stop_ids=())
+        found = greedy(engine, ids, 30)
         scores = engine.score(text)
         batch = [] if speculate else decode_prompts_of_unequal_length(engine)
     if speculate:
         assert engine._draft_sources[-1].rate > 0.7  # the initial value, so drafts were accepted
     else:
         assert torch.equal(torch.cat(batch), torch.cat(decode_prompts_of_unequal_length(expected)))
-    assert torch.equal(found, expected.generate(ids, max_new_tokens=30, temperature=0, stop_ids=()))
+    assert torch.equal(found, greedy(expected, ids, 30))
     assert torch.equal(scores, expected.score(text))
 
 
@@ -303,18 +298,12 @@ def test_more_prompts_than_max_batch_are_refused(source: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("restored_threads")
 def test_ids_do_not_depend_on_the_number_of_threads(source: Path, threads: int) -> None:
-    before = torch.get_num_threads()
     ids = torch.arange(8)[None]
-    expected = generate(load_pretrained(source), ids, max_new_tokens=40, temperature=0, stop_ids=())
-    try:
-        torch.set_num_threads(threads)
-        found = Engine.from_pretrained(source).generate(
-            ids, max_new_tokens=40, temperature=0, stop_ids=()
-        )
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(found, expected)
+    expected = greedy(load_pretrained(source), ids, 40)
+    torch.set_num_threads(threads)
+    assert torch.equal(greedy(Engine.from_pretrained(source), ids, 40), expected)
 
 
 def test_a_transposed_weight_is_detected(source: Path) -> None:
@@ -365,7 +354,7 @@ def test_continuations_have_the_scores_of_the_complete_texts(
     engine, generator = Engine.from_pretrained(source), torch.Generator().manual_seed(8)
     context = torch.randint(97, (length,), generator=generator).tolist()
     drawn = [torch.randint(97, (n,), generator=generator).tolist() for n in (1, 12, 25, 3)]
-    likely = engine.generate([context], max_new_tokens=9, temperature=0, stop_ids=())
+    likely = greedy(engine, [context], 9)
     continuations = [*drawn, likely[0, length:].tolist()]
     found = engine.score_continuations(context, continuations)
     for ids, pair in zip(continuations, found, strict=True):

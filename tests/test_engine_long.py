@@ -12,7 +12,7 @@ from compat.engine import Engine
 from tests import long_text
 from tests.conftest import MakeCheckpoint
 from tests.forked import run
-from tests.generation_common import theirs
+from tests.generation_common import greedy, theirs
 
 WIDE = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 2, "n_head": 12}
 
@@ -26,9 +26,7 @@ def wide(make_checkpoint: MakeCheckpoint) -> Path:
 def test_512_greedy_ids_of_ten_prompts_equal_those_of_transformers(wide: Path) -> None:
     ids = torch.randint(8192, (10, 32), generator=torch.Generator().manual_seed(0))
     expected = theirs(wide, ids, 512, min_new_tokens=512)
-    found = Engine.from_pretrained(wide).generate(
-        ids, max_new_tokens=512, temperature=0, stop_ids=()
-    )
+    found = greedy(Engine.from_pretrained(wide), ids, 512)
     assert torch.equal(found, expected)
     assert len(set(expected[:, 32:].flatten().tolist())) > 100
 

@@ -20,7 +20,7 @@ from compat.decoding.fast_path import transformer_of
 from compat.decoding.static import StaticDecoder
 from compat.dialects import Model, conv1d, get_dialect, linear
 from tests.conftest import MakeCheckpoint
-from tests.generation_common import each_dialect
+from tests.generation_common import each_dialect, greedy
 
 IDS = [[5, 17, 60, 8, 1, 90, 33], [44], [9, 0, 0, 71]]
 
@@ -217,7 +217,7 @@ def test_threads_may_share_one_model(source: Path, dialect: str) -> None:
     model, prompts = load_pretrained(source, dialect), [torch.tensor([ids]) for ids in IDS] * 4
 
     def continued(ids: Tensor) -> list[int]:
-        return generate(model, ids, max_new_tokens=20, temperature=0, stop_ids=())[0].tolist()
+        return greedy(model, ids, 20)[0].tolist()
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(continued, prompts)) == [continued(ids) for ids in prompts]

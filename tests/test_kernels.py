@@ -84,15 +84,7 @@ def test_on_an_accelerator_the_documented_kernel_is_selected(
 def test_the_fastest_kernel_is_selected_and_written_to_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed: list[str] = []
-
-    def seconds(packs: Sequence[Any], dtype: torch.dtype, rows: int) -> list[float]:
-        timed.extend(pack.__name__ for pack in packs)
-        known = {"OneDnn": 2.0, "Blas": 1.0, "Linear": 3.0}
-        return [known.get(pack.__name__, 9.0) for pack in packs]
-
-    monkeypatch.setattr(kernels, "seconds", seconds)
-    monkeypatch.setattr(kernels, "was_idle", lambda *_: True)
+    timed = fake_seconds(monkeypatch, OneDnn=2.0, Blas=1.0, Linear=3.0)
     assert kernels.fastest("float32", 1, 7) is Blas
     assert len(timed) >= 2
     kernels.clear_choices()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,12 @@ from torch import Tensor, nn
 from compat import Engine
 from compat.decoding import kernels, matrices, native_library
 from compat.decoding.matrices import Int8DynamicActivations, Pack, WithOutliers
-from compat.decoding.native import (
-    FEW_ROWS,
-    NATIVE,
-    NativeInt8,
-    NativeLinear,
-    NativeTransformer,
-)
+from compat.decoding.native import FEW_ROWS, NATIVE, NativeInt8, NativeLinear, NativeTransformer
 from compat.decoding.native_library import NativeError
-from compat.decoding.native_model import (
-    NativeModel,
-    Unsupported,
-)
+from compat.decoding.native_model import NativeModel, Unsupported
 from compat.decoding.transformer import Transformer
 from tests.conftest import MakeCheckpoint
-from tests.generation_common import relative
+from tests.generation_common import greedy, relative
 from tests.native_common import (
     ERROR_LIMIT,
     by_torch,
@@ -79,11 +70,17 @@ def passes(transformer: Transformer) -> list[Tensor]:
     return [*found, run.next_logits(TEXT[:2], cache, torch.tensor([12, 21]))]
 
 
+def expected_passes(folder: Path, dtype: str = "float32") -> tuple[list[Tensor], float]:
+    """Return the passes in float64, and the bound on the error of a kernel in another type."""
+    expected = passes(by_torch(folder, "float64"))
+    of_torch = max(map(relative, passes(by_torch(folder, dtype)), expected))
+    return expected, ERROR_LIMIT[dtype] * of_torch
+
+
 @each_kernel
 def test_passes_of_few_tokens_match_those_of_torch(source: Path, dtype: str, pack: Pack) -> None:
     transformer = transformer_with(pack, source, dtype)
-    expected = passes(by_torch(source, "float64"))
-    bound = ERROR_LIMIT[dtype] * max(map(relative, passes(by_torch(source, dtype)), expected))
+    expected, bound = expected_passes(source, dtype)
     assert max(map(relative, passes(transformer), expected)) < bound
     assert transformer.native is not None
     transformer.wpe = transformer.wpe.roll(1, 0)
@@ -106,28 +103,25 @@ def test_every_field_of_the_config_has_an_effect(
 ) -> None:
     folder = make_checkpoint(n_positions=64, n_layer=1, **config)
     transformer = native(Engine.from_pretrained(folder))
-    expected = passes(by_torch(folder, "float64"))
-    bound = ERROR_LIMIT["float32"] * max(map(relative, passes(by_torch(folder)), expected))
+    expected, bound = expected_passes(folder)
     assert max(map(relative, passes(transformer), expected)) < bound
     assert transformer.native is not None
 
 
 @each_kernel
+@pytest.mark.usefixtures("restored_threads")
 def test_logits_do_not_depend_on_threads_or_other_rows(
     source: Path, dtype: str, pack: Pack
 ) -> None:
-    transformer, before = transformer_with(pack, source, dtype), torch.get_num_threads()
+    transformer = transformer_with(pack, source, dtype)
     results = []
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            with torch.inference_mode():
-                cache = transformer.new_cache(FEW_ROWS)
-                for t in range(3):
-                    logits = transformer.next_logits(TEXT[:FEW_ROWS], cache, t)
-            results.append(logits)
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            cache = transformer.new_cache(FEW_ROWS)
+            for t in range(3):
+                logits = transformer.next_logits(TEXT[:FEW_ROWS], cache, t)
+        results.append(logits)
     with torch.inference_mode():
         cache = transformer.new_cache(1)
         alone = torch.cat([transformer.next_logits(TEXT[9:10], cache, t) for t in range(3)])
@@ -140,11 +134,9 @@ def test_activations_are_quantized_in_blocks(make_checkpoint: MakeCheckpoint) ->
     """A large activation reduces only the precision of its own block."""
     folder = make_checkpoint(n_positions=64, n_embd=96, n_layer=2)
     plant_outliers(folder)
-    expected = passes(by_torch(folder, "float64"))
-    bound = ERROR_LIMIT["int8"] * max(map(relative, passes(by_torch(folder, "int8")), expected))
-    assert (
-        max(map(relative, passes(transformer_with(NativeInt8, folder, "int8")), expected)) < bound
-    )
+    expected, bound = expected_passes(folder, "int8")
+    in_blocks = transformer_with(NativeInt8, folder, "int8")
+    assert max(map(relative, passes(in_blocks), expected)) < bound
     one_scale = by_torch(folder, "int8", Int8DynamicActivations)  # one scale for all channels
     assert max(map(relative, passes(one_scale), expected)) > bound
 
@@ -223,44 +215,36 @@ def test_tensors_that_do_not_fit_are_not_passed_to_native_c(source: Path) -> Non
 
 def generated(engine: Engine, seed: int) -> list[int]:
     ids = torch.randint(97, (1, 5), generator=torch.Generator().manual_seed(seed))
-    return engine.generate(ids, max_new_tokens=50, temperature=0, stop_ids=())[0].tolist()
+    return greedy(engine, ids, 50)[0].tolist()
 
 
+@pytest.mark.usefixtures("restored_threads")
 def test_two_engines_can_decode_concurrently_in_two_threads(source: Path) -> None:
     engines = [Engine.from_pretrained(source, dtype=dtype) for dtype in ("float32", "int8")]
     expected = [[generated(engine, seed) for seed in range(4)] for engine in engines]
-    found: list[list[list[int]]] = [[], []]
 
-    def work(n: int) -> None:
+    def work(engine: Engine) -> list[list[int]]:
         torch.set_num_threads(2)
-        found[n] = [generated(engines[n], seed) for seed in range(4)]
+        return [generated(engine, seed) for seed in range(4)]
 
-    before = torch.get_num_threads()
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.set_num_threads(before)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, engines))
     assert found == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.usefixtures("restored_threads")
 def test_a_forked_child_can_decode_although_its_parent_used_threads(source: Path) -> None:
-    before = torch.get_num_threads()
     engine = Engine.from_pretrained(source)
-    try:
-        torch.set_num_threads(2)
-        expected = generated(engine, 0)
-        context = multiprocessing.get_context("fork")
-        receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=lambda: sender.send(generated(engine, 0)))
-        child.start()
-        assert receiver.poll(60), "the child waits for threads that do not exist in it"
-        assert receiver.recv() == expected
-        child.join()
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(2)
+    expected = generated(engine, 0)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sender.send(generated(engine, 0)))
+    child.start()
+    assert receiver.poll(60), "the child waits for threads that do not exist in it"
+    assert receiver.recv() == expected
+    child.join()
 
 
 # Building the library

@@ -130,19 +130,17 @@ def test_activations_have_8_bits_and_those_with_outliers_16(
 
 
 @each_prompt_kernel
+@pytest.mark.usefixtures("restored_threads")
 def test_logits_of_prompts_do_not_depend_on_threads_or_other_texts(
     source: Path, dtype: str, pack: Pack
 ) -> None:
-    transformer, before = transformer_with(pack, source, dtype), torch.get_num_threads()
+    transformer = transformer_with(pack, source, dtype)
     texts = TEXT[: 3 * 230].view(3, 230).tolist()  # more than native.c computes at once
     assert 3 * 230 > ROWS_AT_ONCE
     found = []
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            found.append(logits_of(transformer, texts))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        found.append(logits_of(transformer, texts))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     for text, logits in zip(texts, found[0], strict=True):
         assert torch.equal(logits_of(transformer, [text])[0], logits)

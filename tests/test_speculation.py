@@ -19,15 +19,12 @@ from compat.decoding import Decoder
 from compat.decoding.draft import ModelDraft
 from compat.decoding.matrices import Blas
 from compat.decoding.native import NativeInt8, NativeLinear
-from compat.decoding.speculative import (
-    Draft,
-    DraftSource,
-    SpeculativeDecoder,
-    greedy,
-)
+from compat.decoding.speculative import Draft, DraftSource, SpeculativeDecoder
+from compat.decoding.speculative import greedy as most_likely
 from compat.decoding.transformer import Transformer
 from compat.engine import Engine
 from tests.conftest import MakeCheckpoint
+from tests.generation_common import greedy
 from tests.native_common import WITH_COMPILER, needs_compiler
 
 N = 64
@@ -109,7 +106,7 @@ def expected_ids(source: Path, ids: Tensor) -> list[int]:
     """Return what the dialect's modules generate up to the last position."""
     room = N - ids.shape[1]
     model = load_pretrained(source)
-    return generate(model, ids, max_new_tokens=room, temperature=0, stop_ids=())[0].tolist()
+    return greedy(model, ids, room)[0].tolist()
 
 
 @each_draft_source
@@ -117,7 +114,7 @@ def test_greedy_tokens_equal_those_without_speculation(source: Path, speculate: 
     engine = Engine.from_pretrained(source, speculate=speculate)
     for seed in range(10):
         ids = prompt(seed)
-        found = engine.generate(ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
+        found = greedy(engine, ids, N - 8)
         assert found[0].tolist() == expected_ids(source, ids), seed
 
 
@@ -217,7 +214,7 @@ def test_any_draft_tokens_yield_the_same_tokens(
         return tokens[: data.draw(st.integers(0, count))]
 
     speculative = SpeculativeEngine(engine, draft)
-    found = generate(speculative, ids, max_new_tokens=N - ids.shape[1], temperature=0, stop_ids=())
+    found = greedy(speculative, ids, N - ids.shape[1])
     assert found[0].tolist() == expected
 
 
@@ -230,7 +227,7 @@ def test_accepted_draft_tokens_save_forward_passes(
     speculative = SpeculativeEngine(
         engine, lambda so_far, count, *_: expected[len(so_far) :][:count]
     )
-    found = generate(speculative, ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
+    found = greedy(speculative, ids, N - 8)
     assert found[0].tolist() == expected
     assert speculative.passes == 9  # the prompt, one timed pass, then 8 tokens in each pass
     draft_source = speculative.source
@@ -249,7 +246,7 @@ def test_a_source_of_rejected_draft_tokens_is_soon_ignored(
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: speculative.passes + next(ticks) / 1000)
     monkeypatch.setattr("compat.decoding.speculative.time", clock)
-    found = generate(speculative, ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
+    found = greedy(speculative, ids, N - 8)
     assert found[0].tolist() == expected
     draft_source = speculative.source
     assert draft_source.accepted == 0
@@ -334,10 +331,8 @@ def test_a_draft_model_proposes_what_it_would_generate(engine: Engine, data: Any
     count = data.draw(st.integers(0, 4))
     cache = engine.transformer.new_cache(1)
     engine.transformer(torch.tensor([ids[:-1]]), cache.kv, 0)
-    expected = engine.generate(
-        torch.tensor([ids]), max_new_tokens=count, temperature=0, stop_ids=()
-    )
-    assert exact_draft(engine)(ids, count, cache, greedy) == expected[0, len(ids) :].tolist()
+    expected = greedy(engine, torch.tensor([ids]), count)
+    assert exact_draft(engine)(ids, count, cache, most_likely) == expected[0, len(ids) :].tolist()
 
 
 def test_a_failing_draft_model_does_not_affect_the_tokens(
@@ -347,7 +342,7 @@ def test_a_failing_draft_model_does_not_affect_the_tokens(
     engine = Engine.from_pretrained(source, speculate="int8")
     norm = engine._draft_sources[-1].draft.transformer.ln_f
     norm.bias = torch.full_like(norm.bias, torch.nan)
-    found = engine.generate(prompt(2), max_new_tokens=20, temperature=0, stop_ids=())
+    found = greedy(engine, prompt(2), 20)
     assert found[0].tolist() == expected_ids(source, prompt(2))[:28]
 
 
@@ -364,5 +359,5 @@ def test_a_draft_model_is_packed_after_enough_tokens_of_all_texts(
         packed.append("transformer" in vars(draft))
     assert packed == ([True] * 4 if patience == 0 else [False, False, False, True])
     ids = prompt(9)
-    found = engine.generate(ids, max_new_tokens=N - 8, temperature=0, stop_ids=())
+    found = greedy(engine, ids, N - 8)
     assert found[0].tolist() == expected_ids(source, ids)
