@@ -23,6 +23,11 @@ def check_identical(found: State, expected: State) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+def state_of_tied(model: transformers.GPT2LMHeadModel) -> State:
+    """Return the tensors that transformers saves: without the head, which is the embedding."""
+    return {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+
+
 def save(folder: Path, model: transformers.GPT2LMHeadModel) -> Path:
     model.save_pretrained(folder)
     return folder

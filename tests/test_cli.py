@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-import compat
 from compat import Tokenizer, generate, load_pretrained, load_tokenizer
+from compat.checkpoint.find import DEMO
 from compat.dialects import DIALECTS
 from compat.tap import tap_names
 from tests.command_line import Cli
 from tests.conftest import MakeCheckpoint, State, Write, noisy_reference
 
-DEMO = Path(compat.__file__).parent / "demo"
 each_dialect = pytest.mark.parametrize("dialect", DIALECTS)
 
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-import compat
+from compat.checkpoint.find import DEMO
 from compat.cli import main
 from tests.adapt_project import ERF_LINE, GPT, TANH
 from tests.command_line import ROOT
 from tests.forked import Forked
 
-DEMO = Path(compat.__file__).parent / "demo"
 STREAMS = ("ascii", "cp1252")  # values of PYTHONIOENCODING
 LOCALES = {
     "C locale": {"LC_ALL": "C"},

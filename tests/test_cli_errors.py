@@ -24,15 +24,16 @@ COMMANDS = {"load": [], "parity": [], "generate": ["The"]}
 each_command = pytest.mark.parametrize("command", COMMANDS)
 
 
+def unbiased_norm(self: linear.LayerNorm, x: Tensor) -> Tensor:
+    """Make a common mistake: unbiased variance, divided by C − 1."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (x.var(-1, keepdim=True) + self.eps).sqrt() * self.scale + self.shift
+
+
 @pytest.fixture
 def unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Introduce a common mistake in the linear dialect: unbiased variance, divided by C − 1."""
-
-    def forward(self: linear.LayerNorm, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        return centred / (x.var(-1, keepdim=True) + self.eps).sqrt() * self.scale + self.shift
-
-    monkeypatch.setattr(linear.LayerNorm, "forward", forward)
+    """Introduce the mistake in the linear dialect."""
+    monkeypatch.setattr(linear.LayerNorm, "forward", unbiased_norm)
 
 
 @pytest.mark.usefixtures("unbiased")

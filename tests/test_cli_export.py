@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import compat
+from compat.checkpoint.find import DEMO
 from tests.command_line import Cli, script
 from tests.loading_common import both_dialects, check_identical
 from tests.saving_common import open_in_transformers, stored_tensors
 from tests.test_atomic import contents
 
-DEMO = Path(compat.__file__).parent / "demo"
 FILES = [
     *("config.json", "generation_config.json", "merges.txt", "model.safetensors"),
     *("tokenizer_config.json", "vocab.json"),

@@ -13,7 +13,7 @@ from compat import Engine, load_pretrained
 from compat.generation import Sampling, generate_text
 from tests.command_line import Cli
 from tests.conftest import MakeCheckpoint
-from tests.text_common import TOKENIZER, with_tokenizer
+from tests.text_common import TOKENIZER, interrupt_at, with_tokenizer
 
 GREEDY = ("--temperature", 0, "--max-new-tokens", 20)
 
@@ -134,19 +134,6 @@ def test_ctrl_c_at_the_prompt_ends_the_conversation(
     assert (done.code, done.out) == (130, expected(folder, "O")[0]["text"] + "\n")
 
 
-def interrupt_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Raise KeyboardInterrupt in the n-th call that samples a token, counted from 1."""
-    remaining, draw = [call], Sampling.draw
-
-    def interrupted(self: Sampling, *args: Any) -> Any:
-        remaining[0] -= 1
-        if not remaining[0]:
-            raise KeyboardInterrupt
-        return draw(self, *args)
-
-    monkeypatch.setattr(Sampling, "draw", interrupted)
-
-
 def test_ctrl_c_during_generation_keeps_the_text_and_returns_to_the_prompt(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
@@ -154,7 +141,7 @@ def test_ctrl_c_during_generation_keeps_the_text_and_returns_to_the_prompt(
     partial = expected(folder, "x", max_new_tokens=7)[0]["text"]
     stop = partial[-1] + "never"
     complete = expected(folder, "x", stop=[stop])[0]["text"]
-    interrupt_at(monkeypatch, 8)
+    interrupt_at(monkeypatch, "draw", 8)
     options = ("--speculate", "off", "--stop", stop)
     done = converse(cli, monkeypatch, b"x\nx\n", folder, *options)
     assert (done.code, done.out) == (0, f"{partial}\n{complete}\n")
@@ -166,12 +153,12 @@ def test_ctrl_c_prints_the_incomplete_result_as_json(
 ) -> None:
     partial = expected(folder, "x", max_new_tokens=7, logprobs=True)[0]
     options = ("--model", folder, *GREEDY, "--json", "--logprobs", "--speculate", "off")
-    interrupt_at(monkeypatch, 8)
+    interrupt_at(monkeypatch, "draw", 8)
     done = cli("generate", "x", *options)
     found = done.json()
     assert found.pop("tokens_per_second") > 0
     assert (done.code, found) == (130, {**partial, "finish_reason": "interrupted"})
-    interrupt_at(monkeypatch, 8)
+    interrupt_at(monkeypatch, "draw", 8)
     done = cli("generate", "x", *options, "--n", 2)
     assert done.code == 130
     assert done.json() == [{**partial, "finish_reason": "interrupted", "logprobs": ANY}] * 2

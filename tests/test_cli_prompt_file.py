@@ -17,7 +17,7 @@ from compat.cli.prompt_file import read_prompts
 from compat.generation import Sampling, generate_text
 from tests.command_line import ROOT, Cli, Outcome
 from tests.conftest import MakeCheckpoint
-from tests.text_common import TOKENIZER, with_tokenizer
+from tests.text_common import TOKENIZER, interrupt_at, with_tokenizer
 
 PROMPTS = ["ROMEO:", "O ", "Ünd — \N{SNOWMAN}", "The king", "x"]
 
@@ -220,18 +220,10 @@ def test_an_interrupted_run_writes_the_finished_texts_of_its_last_batch_up_to_a_
     written: list[int],
 ) -> None:
     """The second batch is interrupted at its fourth token, when one of two texts is finished."""
-    complete, scores = expected(folder, sampling=Sampling(0)), Sampling.scores
+    complete = expected(folder, sampling=Sampling(0))
     others = {i for line in complete if line["index"] != finished for i in line["new_ids"]}
     stop = next(i for i in complete[finished]["new_ids"][:3] if i not in others)
-    remaining = [8 + 4]
-
-    def interrupted(self: Sampling, *args: Any) -> Any:
-        remaining[0] -= 1
-        if not remaining[0]:
-            raise KeyboardInterrupt
-        return scores(self, *args)
-
-    monkeypatch.setattr(Sampling, "scores", interrupted)
+    interrupt_at(monkeypatch, "scores", 8 + 4)
     options = ("--temperature", 0, "--stop-id", stop, "--out", tmp_path / "out")
     done = run(cli, folder, file, *options)
     assert done.code == 130

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from compat.dialects import linear
 from compat.errors import collapse_layers
@@ -19,6 +18,7 @@ from tests.adapt_project import ERF_SOURCE, GPT, TANH
 from tests.command_line import Cli
 from tests.conftest import State, Write
 from tests.foreign_files import masks
+from tests.test_cli_errors import unbiased_norm
 
 WIDTHS = [0, 20, 40, 60, 80, 120, 200]
 each_width = pytest.mark.parametrize("width", WIDTHS)
@@ -99,12 +99,8 @@ def table_of(taps: list[dict[str, Any]]) -> dict[str, list[str]]:
 def test_parity_truncates_nothing(
     cli: Cli, long_path: Path, broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forward(self: linear.LayerNorm, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        return centred / (x.var(-1, keepdim=True) + self.eps).sqrt() * self.scale + self.shift
-
     if broken:
-        monkeypatch.setattr(linear.LayerNorm, "forward", forward)
+        monkeypatch.setattr(linear.LayerNorm, "forward", unbiased_norm)
     cache_first_result(monkeypatch, "compat.check_parity")
     argv = ("parity", "--model", long_path)
     found = cli(*argv, "--json").json()

@@ -10,11 +10,10 @@ import torch
 import transformers
 from torch.nn import functional as F
 
-import compat
 from compat import check_parity, generate, load_pretrained, load_tokenizer
+from compat.checkpoint.find import DEMO
 from compat.dialects import DIALECTS
 
-DEMO = Path(compat.__file__).parent / "demo"
 HELD_OUT_NATS = 3.6  # per token, on the last tenth of the corpus, which was not trained on
 
 

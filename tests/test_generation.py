@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import compat
 from compat import PlainBlocks, generate, left_pad, load_tokenizer, stream
+from compat.checkpoint.find import DEMO
 from compat.dialects import conv1d, linear
 from compat.layers import KVCache, position_ids
 from tests.generation_common import (
@@ -22,7 +22,6 @@ from tests.generation_common import (
     theirs,
 )
 
-DEMO = Path(compat.__file__).parent / "demo"
 UNEQUAL = [[5, 17, 60, 8, 1, 90, 33], [44], [9, 0, 0, 71]]
 
 

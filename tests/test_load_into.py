@@ -25,7 +25,7 @@ from compat import (
 from compat.checkpoint import open_checkpoint
 from compat.dialects import DIALECTS
 from tests.conftest import MakeCheckpoint, noisy_reference
-from tests.loading_common import both_dialects, check_identical, ids, save
+from tests.loading_common import both_dialects, check_identical, ids, save, state_of_tied
 from tests.own_gpt2 import MyGPT2, my_map
 
 
@@ -70,9 +70,7 @@ def test_load_into_loads_a_users_module(
         torch.testing.assert_close(model(ids()), reference(ids()).logits, rtol=1e-4, atol=1e-4)
     if head is not None:
         assert (model.head.weight is model.tokens.weight) is (head == "tied")
-    expected = reference.state_dict()
-    if tied:
-        del expected["lm_head.weight"]
+    expected = state_of_tied(reference) if tied else reference.state_dict()
     check_identical(to_hf_state_dict(model, name_map), expected)
 
 
@@ -251,9 +249,7 @@ def test_zero_biases_that_the_model_lacks_are_skipped_and_written_again(
     config = GPT2Config.from_dict({**open_checkpoint(folder).config.to_hf_dict(), field: False})
     model = DIALECTS[dialect].model_class(config).eval()
     load_into(model, DIALECTS[dialect].name_map, folder)
-    expected = reference.state_dict()
-    del expected["lm_head.weight"]
-    check_identical(to_hf_state_dict(model), expected)
+    check_identical(to_hf_state_dict(model), state_of_tied(reference))
     with torch.no_grad():
         torch.testing.assert_close(model(ids()), reference(ids()).logits, rtol=1e-4, atol=1e-4)
 

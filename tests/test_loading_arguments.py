@@ -38,6 +38,12 @@ from tests.own_gpt2 import MyGPT2, my_map
 LAYER = Row("ln_f.weight", ("end.weight",), Same())
 
 
+def check_refused(error: type[CompatError], message: str, *calls: Callable[[], object]) -> None:
+    for call in calls:
+        with pytest.raises(error, match=message):
+            call()
+
+
 # Data types
 
 
@@ -62,15 +68,13 @@ def test_as_dtype_returns_none_for_none() -> None:
     ],
 )
 def test_other_dtypes_are_refused_and_the_supported_ones_are_listed(tiny: Path, dtype: Any) -> None:
-    names = "float32, float16, bfloat16 or float64"
-    calls: list[Callable[[], object]] = [
+    check_refused(
+        ConfigError,
+        "^dtype is .*float32, float16, bfloat16 or float64",
         lambda: as_dtype(dtype),
         lambda: load_pretrained(tiny, dtype=dtype),
         lambda: load_block(tiny, 0, dtype=dtype),
-    ]
-    for call in calls:
-        with pytest.raises(ConfigError, match=f"^dtype is .*{names}"):
-            call()
+    )
 
 
 # Name maps
@@ -99,9 +103,7 @@ def test_an_argument_that_is_not_a_name_map_is_described(
     ]
     if not isinstance(name_map, str):  # save_pretrained also accepts the name of a dialect
         calls.append(lambda: save_pretrained(MyGPT2(), tmp_path, dialect_or_name_map=name_map))
-    for call in calls:
-        with pytest.raises(NameMapError, match=f"name_map is .*{found}.*must be a NameMap"):
-            call()
+    check_refused(NameMapError, f"name_map is .*{found}.*must be a NameMap", *calls)
 
 
 def test_load_into_needs_a_name_map(tiny: Path) -> None:
@@ -205,32 +207,28 @@ NOT_SOURCES = [None, 7, 1.5, b"demo", ["demo"], {"a": 1}, ..., torch.zeros(2), n
 
 @pytest.mark.parametrize("source", NOT_SOURCES, ids=repr)
 def test_an_argument_that_is_not_a_source_is_described(source: Any) -> None:
-    calls: list[Callable[[], object]] = [
+    check_refused(
+        CheckpointError,
+        r"source is .*must be .*a folder",
         lambda: load_pretrained(source),
         lambda: load_block(source, 0),
         lambda: load_into(MyGPT2(), my_map(), source),
         lambda: open_checkpoint(source),
         lambda: load_tokenizer(source),
-    ]
-    for call in calls:
-        with pytest.raises(CheckpointError, match=r"source is .*must be .*a folder"):
-            call()
+    )
     assert "must be" in (inspect_checkpoint(source).error or "")
 
 
 def test_the_error_for_a_module_as_the_source_names_load_into() -> None:
     model = MyGPT2()
-    calls: list[Callable[[], object]] = [
+    check_refused(
+        CheckpointError,
+        r"My.*, but must be .*load_into\(module, name_map",
         lambda: load_pretrained(model),  # type: ignore[arg-type]
         lambda: load_block(model.stack[0], 0),  # type: ignore[arg-type]
         lambda: open_checkpoint(model),  # type: ignore[arg-type]
         lambda: load_into(model, my_map(), model),  # type: ignore[arg-type]
-    ]
-    for call in calls:
-        with pytest.raises(
-            CheckpointError, match=r"My.*, but must be .*load_into\(module, name_map"
-        ):
-            call()
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,15 +251,14 @@ def test_swapped_arguments_of_load_into_are_refused(tiny: Path, arguments: Any) 
 
 @pytest.mark.parametrize("model", [None, "demo", 7, {}, MyGPT2, lambda x: x, linear.GPTModel, ...])
 def test_an_argument_that_is_not_a_module_is_described(tmp_path: Path, model: Any) -> None:
-    calls: list[Callable[[], object]] = [
+    check_refused(
+        ConfigError,
+        r"model is .*, but must be a torch\.nn\.Module",
         lambda: load_into(model, my_map(), "demo"),
         lambda: to_hf_state_dict(model),
         lambda: to_hf_state_dict(model, my_map()),
         lambda: save_pretrained(model, tmp_path / "out"),
-    ]
-    for call in calls:
-        with pytest.raises(ConfigError, match=r"model is .*, but must be a torch\.nn\.Module"):
-            call()
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -286,12 +283,12 @@ def test_a_dialect_that_is_not_a_name_is_refused(tiny: Path, dialect: Any) -> No
 
 @pytest.mark.parametrize("device", ["gpu", "", "cuda:99", 7.5, ["cpu"], "meta:x"])
 def test_a_device_that_cannot_be_used_is_refused(tiny: Path, device: Any) -> None:
-    for call in (
+    check_refused(
+        ConfigError,
+        f"device is {re.escape(repr(device))}",
         lambda: load_pretrained(tiny, device=device),
         lambda: load_block(tiny, 0, device=device),
-    ):
-        with pytest.raises(ConfigError, match=f"device is {re.escape(repr(device))}"):
-            call()
+    )
 
 
 @pytest.mark.parametrize("folder", [None, 7, b"out", ["out"], ...])

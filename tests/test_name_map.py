@@ -24,6 +24,10 @@ def bits(tensor: Tensor) -> bytes:
     return bytes(flat.view(torch.uint8).tolist())
 
 
+def exact(tensor: Tensor) -> tuple[torch.Size, torch.dtype, bytes]:
+    return tensor.shape, tensor.dtype, bits(tensor)
+
+
 def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return values with random bits, among them −0.0, subnormal numbers, infinities and NaNs."""
     width = torch.empty((), dtype=dtype).element_size()
@@ -39,11 +43,7 @@ def round_trip(op: Op, tensor: Tensor) -> Tensor:
 def test_same_is_inverted_bit_by_bit(shape: list[int], dtype: torch.dtype) -> None:
     tensor = noise(*shape, dtype=dtype)
     restored = round_trip(Same(), tensor)
-    assert (restored.shape, restored.dtype, bits(restored)) == (
-        tensor.shape,
-        tensor.dtype,
-        bits(tensor),
-    )
+    assert exact(restored) == exact(tensor)
 
 
 @given(sizes, sizes, dtypes)
@@ -55,11 +55,7 @@ def test_transpose_is_inverted_bit_by_bit(rows: int, columns: int, dtype: torch.
         bits(loaded[j, i]) == bits(tensor[i, j]) for i in range(rows) for j in range(columns)
     )
     restored = Transpose().save([loaded])
-    assert (restored.shape, restored.dtype, bits(restored)) == (
-        tensor.shape,
-        tensor.dtype,
-        bits(tensor),
-    )
+    assert exact(restored) == exact(tensor)
 
 
 @given(sizes, sizes, sizes, st.booleans(), dtypes)
@@ -75,11 +71,7 @@ def test_split_of_a_matrix_is_inverted_bit_by_bit(
         wanted = wanted.t() if transpose else wanted
         assert (piece.shape, bits(piece)) == (wanted.shape, bits(wanted))
     restored = op.save(loaded)
-    assert (restored.shape, restored.dtype, bits(restored)) == (
-        tensor.shape,
-        tensor.dtype,
-        bits(tensor),
-    )
+    assert exact(restored) == exact(tensor)
 
 
 @given(sizes, sizes, dtypes)

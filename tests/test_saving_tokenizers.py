@@ -14,12 +14,12 @@ from transformers import AutoTokenizer
 import compat
 from compat import Tokenizer, TokenizerError, load_pretrained, load_tokenizer, save_pretrained
 from compat.checkpoint import open_checkpoint
+from compat.checkpoint.find import DEMO
 from compat.vocabulary import build_vocabulary, vocabulary_tables
 from tests.conftest import MakeCheckpoint
 from tests.saving_common import no_warnings
 from tests.vocabularies import BYTES, END, SMALL, build_tokenizer, small_vocab
 
-DEMO = Path(compat.__file__).parent / "demo"
 FILES = [
     "tokenizer.json",
     "vocab.json",

@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2TokenizerFast
 
-import compat
 from compat import Tokenizer, TokenizerError, load_tokenizer
+from compat.checkpoint.find import DEMO
 from tests.conftest import MakeCheckpoint
 from tests.vocabularies import BYTES, END, SMALL, build_tokenizer, small_vocab
 
-DEMO = Path(compat.__file__).parent / "demo"
 FAMILY = "\U0001f469\u200d\U0001f469\u200d\U0001f467"  # one emoji that joins three
 FLAG, WAVE = "\U0001f3f3\ufe0f\u200d\U0001f308", "\U0001f44b\U0001f3fd"
 

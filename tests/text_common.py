@@ -6,11 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import compat
-from compat import load_tokenizer
+import pytest
+
+from compat import Sampling, load_tokenizer
+from compat.checkpoint.find import DEMO
 from tests.conftest import MakeCheckpoint
 
-DEMO = Path(compat.__file__).parent / "demo"
 TOKENIZER = load_tokenizer("demo")
 V = 1024
 PROMPTS = ["ROMEO:", "O", "The king, my lord, and all the rest of them", "\N{SNOWMAN}é", ""]
@@ -22,6 +23,19 @@ def with_tokenizer(make_checkpoint: MakeCheckpoint, **config: Any) -> Path:
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(DEMO / name, folder)
     return folder
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, method: str, call: int) -> None:
+    """Raise KeyboardInterrupt in the n-th call of a method of Sampling, counted from 1."""
+    remaining, original = [call], getattr(Sampling, method)
+
+    def interrupted(self: Sampling, *args: Any) -> Any:
+        remaining[0] -= 1
+        if not remaining[0]:
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    monkeypatch.setattr(Sampling, method, interrupted)
 
 
 def ids_of(prompt: str) -> list[int]:
