@@ -199,7 +199,7 @@ def test_a_path_that_does_not_exist_is_not_requested_from_the_hub(
     def fail(*args: object) -> None:
         raise AssertionError(f"{args} requested from the hub")
 
-    monkeypatch.setattr("compat.checkpoint.find.fetch", fail)
+    monkeypatch.setattr("compat.checkpoint.hub.fetch", fail)
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(source)
     text = str(caught.value)
@@ -212,7 +212,7 @@ def test_a_path_that_does_not_exist_is_not_requested_from_the_hub(
 def test_a_hub_id_is_fetched(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fetched").mkdir()
-    monkeypatch.setattr("compat.checkpoint.find.fetch", lambda *args: tmp_path / "fetched")
+    monkeypatch.setattr("compat.checkpoint.hub.fetch", lambda *args: tmp_path / "fetched")
     with pytest.raises(CheckpointError, match="fetched"):
         open_checkpoint(source)
 

@@ -106,7 +106,7 @@ def test_a_bad_checkpoint_exits_with_3(cli: Cli, tmp_path: Path) -> None:
 def test_no_network_exits_with_4_and_ctrl_c_with_130(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
 ) -> None:
-    monkeypatch.setattr("compat.checkpoint.find.fetch", failing_with(error))
+    monkeypatch.setattr("compat.checkpoint.hub.fetch", failing_with(error))
     done = cli("adapt", "right.py:MyGPT", "--model", "some/model")
     assert (done.code, done.out) == (code, "")
     assert "Traceback" not in done.err

@@ -189,14 +189,14 @@ def failing_with(error: BaseException) -> Callable[..., NoReturn]:
 
 @each_command
 def test_no_network_exits_with_4(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    monkeypatch.setattr("compat.checkpoint.find.fetch", failing_with(HubError("no route")))
+    monkeypatch.setattr("compat.checkpoint.hub.fetch", failing_with(HubError("no route")))
     done = cli(command, *COMMANDS[command], "--model", "some/model")
     assert (done.code, done.out, done.err) == (4, "", "error: no route\n")
 
 
 @each_command
 def test_ctrl_c_exits_with_130(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    monkeypatch.setattr("compat.checkpoint.find.fetch", failing_with(KeyboardInterrupt()))
+    monkeypatch.setattr("compat.checkpoint.hub.fetch", failing_with(KeyboardInterrupt()))
     done = cli(command, *COMMANDS[command], "--model", "some/model")
     assert (done.code, done.out) == (130, "")
     assert "interrupted" in done.err

@@ -92,7 +92,7 @@ def test_unprintable_names_are_escaped(cli: Cli, write: Write, state: State) -> 
 
 
 def test_no_network_exits_with_4(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compat.checkpoint.find.fetch", failing_with(HubError("no route")))
+    monkeypatch.setattr("compat.checkpoint.hub.fetch", failing_with(HubError("no route")))
     done = cli("inspect", "some/model")
     assert (done.code, done.out, done.err) == (4, "", "error: no route\n")
 

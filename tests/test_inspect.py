@@ -207,7 +207,7 @@ def test_an_empty_folder_is_reported(tmp_path: Path) -> None:
 
 
 def test_an_unreachable_hub_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compat.checkpoint.find.fetch", failing_with(HubError("no route")))
+    monkeypatch.setattr("compat.checkpoint.hub.fetch", failing_with(HubError("no route")))
     with pytest.raises(HubError, match="no route"):
         inspect_checkpoint("some/model")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import nn
 
 from compat.checkpoint.formats import OTHER_WEIGHTS, PICKLES, TENSORFLOW, recognized
-from compat.checkpoint.hub import fetch
 from compat.checkpoint.layout import WEIGHT_FILES
 from compat.errors import CheckpointError, described, listed, short_repr
 
@@ -42,6 +41,8 @@ def find_weights(source: str | Path, revision: str | None, verify: bool, notes: 
             f"{source} is a TensorFlow checkpoint, but must be one of PyTorch.\n{TENSORFLOW.advice}"
         )
     if isinstance(source, str) and _is_hub_id(source) and not _exists(path):
+        from compat.checkpoint.hub import fetch
+
         path = fetch(source, revision, verify)
     elif revision is not None or verify:
         option = f"revision {revision!r}" if revision is not None else "verify"

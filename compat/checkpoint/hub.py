@@ -1,5 +1,7 @@
 """Checkpoints on the Hugging Face hub: the one file that imports `huggingface_hub`.
 
+It is imported when it is needed, since the client is slow to import, and then reads its settings.
+
 The client's `snapshot_download` and `verify_repo_checksums` are not used. The former accepts cached
 files of the wrong size, updates a branch's commit before its files are complete, and lists the
 repository without a timeout; the latter works only online and also reports files that are not
@@ -20,6 +22,10 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies
 
+from huggingface_hub import HfApi, constants, errors, hf_hub_download
+from huggingface_hub.file_download import get_hf_file_metadata, hf_hub_url
+from huggingface_hub.utils.sha import git_hash, sha_fileobj
+
 from compat.checkpoint.files import read_json
 from compat.checkpoint.layout import CONFIG, SMALL_FILES, WEIGHT_FILES
 from compat.display import write_text
@@ -39,8 +45,6 @@ def offline_if_unreachable() -> Iterator[None]:
     tries each again for half a minute. Behind a proxy, which resolves names itself, the mode is not
     set.
     """
-    from huggingface_hub import constants
-
     if constants.HF_HUB_OFFLINE or getproxies() or _has_address(urlsplit(constants.ENDPOINT)):
         yield
         return
@@ -87,8 +91,6 @@ class Repo:
 
     @property
     def cache(self) -> Path:
-        from huggingface_hub import constants
-
         name = "--".join(["models", *self.repo_id.split("/")])
         return Path(constants.HF_HUB_CACHE).expanduser().resolve() / name
 
@@ -151,8 +153,6 @@ def fetch(repo_id: str, revision: str | None, verify: bool = False) -> Path:
 
 def _list_files(repo: Repo) -> tuple[str, dict[str, RemoteFile]]:
     """Return the commit of the revision, and its files."""
-    from huggingface_hub import HfApi, constants
-
     info = HfApi().model_info(
         repo.repo_id,
         revision=repo.revision,
@@ -190,8 +190,6 @@ def _download_missing(repo: Repo, commit: str, remote: Mapping[str, RemoteFile])
 
 
 def _download(repo: Repo, commit: str, name: str, again: bool) -> None:
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-
     url = hf_hub_url(repo.repo_id, name, revision=commit)
     try:
         # By default, the client retries a server that does not answer for six minutes.
@@ -210,8 +208,6 @@ def _download(repo: Repo, commit: str, name: str, again: bool) -> None:
 
 def _find_in_cache(repo: Repo, reason: Exception) -> list[Path]:
     """Return the files in the cache, which is used because of `reason`."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
     commit = repo.cached_commit()
     folder = repo.snapshot(commit) if commit else repo.cache
     cached = [path.name for path in folder.glob("*") if path.is_file()]
@@ -221,7 +217,7 @@ def _find_in_cache(repo: Repo, reason: Exception) -> list[Path]:
             f"{_hub_error(repo, reason)}\n"
             f"The cache is not complete either: {folder} lacks {listed(missing)}."
         )
-    if not isinstance(reason, OfflineModeIsEnabled):
+    if not isinstance(reason, errors.OfflineModeIsEnabled):
         note = "%s was not reached (%s). Using commit %s from the cache"
         logging.getLogger(__name__).warning(note, repo, _explain(reason)[0], commit)
     return paths
@@ -261,8 +257,6 @@ def check_hashes(what: str, stated: Mapping[Path, str | None]) -> None:
     Raises:
         HubError: A hash differs, is None, or is of another kind.
     """
-    from huggingface_hub.utils.sha import git_hash, sha_fileobj
-
     if unknown := [path.name for path, hash in stated.items() if len(hash or "") not in HASHES]:
         raise HubError(
             f"{what} cannot be verified. Neither the hub nor the cache states a hash of "
@@ -300,16 +294,12 @@ def _is_commit(text: str | None) -> bool:
 
 def _is_refusal(error: Exception) -> bool:
     """Return whether the hub refused the request. Any other error means that it did not answer."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    if isinstance(error, HfHubHTTPError):
+    if isinstance(error, errors.HfHubHTTPError):
         return 400 <= error.response.status_code < 500 and error.response.status_code != 429
-    return isinstance(error, HFValidationError)
+    return isinstance(error, errors.HFValidationError)
 
 
 def _hub_error(repo: Repo, error: Exception, name: str | None = None) -> HubError:
-    from huggingface_hub import constants
-
     what = f"{name} of {repo}" if name else str(repo)
     found, next_step = _explain(error)
     return HubError(f"{what} could not be fetched from {constants.ENDPOINT}: {found}.\n{next_step}")
@@ -317,8 +307,6 @@ def _hub_error(repo: Repo, error: Exception, name: str | None = None) -> HubErro
 
 def _explain(error: Exception) -> tuple[str, str]:
     """Return what happened, and the next step."""
-    from huggingface_hub import constants, errors
-
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         return _explain(error.__cause__)
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
