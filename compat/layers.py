@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -58,10 +58,10 @@ class QuickGELU(nn.Module):
 
 
 # The keys are values of config.json's `activation_function`.
-ACTIVATIONS: dict[str, type[nn.Module] | tuple[type[nn.Module], dict[str, str]]] = {
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu_new": GELU,
     "gelu": nn.GELU,
-    "gelu_pytorch_tanh": (nn.GELU, {"approximate": "tanh"}),
+    "gelu_pytorch_tanh": partial(nn.GELU, approximate="tanh"),
     "quick_gelu": QuickGELU,
     "relu": nn.ReLU,
     "silu": nn.SiLU,
@@ -81,8 +81,7 @@ def activation(name: str) -> nn.Module:
             f"config field 'activation_function' is {name!r}, but must be one of "
             f"{', '.join(ACTIVATIONS)}"
         )
-    entry = ACTIVATIONS[name]
-    return entry[0](**entry[1]) if isinstance(entry, tuple) else entry()
+    return ACTIVATIONS[name]()
 
 
 Layer = TypeVar("Layer", bound=nn.Module)

@@ -198,7 +198,7 @@ _OPERATORS |= {name.replace("__", "__r", 1) for name in _OPERATORS} | {"__torch_
 def _classes() -> set[type]:
     """Return the classes of the dialects, of their submodules, and the bases of both."""
     found = {value for file in _FILES for value in vars(file).values() if isinstance(value, type)}
-    acts = {kind[0] if isinstance(kind, tuple) else kind for kind in layers.ACTIVATIONS.values()}
+    acts = {type(make()) for make in layers.ACTIVATIONS.values()}
     bases = {base for kind in (*found, *acts, *_PARTS) for base in kind.__mro__}
     return {base for base in bases if base.__module__.split(".")[0] in ("compat", "torch")}
 
