@@ -19,13 +19,13 @@ from rich.text import Text
 
 import compat
 from compat.cli import options
-from compat.cli.errors import handle_errors
 from compat.cli.output import (
     console,
     note,
     print_json,
     print_notes,
     print_wrapped,
+    verdict,
     write_page,
 )
 from compat.display import page
@@ -53,7 +53,6 @@ construction = partial(typer.Option, rich_help_panel="Construction of the model"
 repairing = partial(typer.Option, rich_help_panel="Repair")
 
 
-@handle_errors
 def adapt_command(
     target: Annotated[
         str,
@@ -249,7 +248,7 @@ class _Examination:
 
     def _adapt(self, target: str) -> tuple[str, compat.Adaptation]:
         """Build and adapt a model, and return the call that built it and the result."""
-        from compat.user_code import handle_errors as handle_users_errors
+        from compat.user_code import handle_errors
         from compat.user_models import construct_with_call, load_forward, load_target, resized
 
         self.notes.clear()  # those on a model that was refused
@@ -258,7 +257,7 @@ class _Examination:
         self.chosen.append(cls.__name__)
         # The spinner is shown on terminals only, and "line" consists of ASCII characters.
         status = Console(stderr=True).status("building the model …", spinner="line")
-        with status, handle_users_errors(cls):
+        with status, handle_errors(cls):
             built, call = construct_with_call(
                 cls, config, kwargs=self.kwargs, config_name=self.config_name
             )
@@ -295,10 +294,13 @@ def _summarize(
 
 def _hub(target: str) -> contextlib.AbstractContextManager[None]:
     """Enter offline mode for code that downloads from a hub that cannot be reached."""
-    from compat.checkpoint.hub import offline_if_unreachable
     from compat.user_models import downloads
 
-    return offline_if_unreachable() if downloads(target) else contextlib.nullcontext()
+    if not downloads(target):
+        return contextlib.nullcontext()
+    from compat.checkpoint.hub import offline_if_unreachable
+
+    return offline_if_unreachable()
 
 
 def _repair(
@@ -399,13 +401,9 @@ def _headline(adaptation: compat.Adaptation) -> list[Text]:
     """State whether all tensors were mapped, and whether the model has parity."""
     total = adaptation.tensors
     mapped = total - len(adaptation.unmatched)
-    verdicts = [
-        (mapped == total, f"mapped {mapped:,} of {total:,} tensors"),
-        (adaptation.compatible, _parity(adaptation)),
-    ]
     return [
-        Text(f"{'✓' if good else '✗'} {words}", style=f"bold {'green' if good else 'red'}")
-        for good, words in verdicts
+        verdict(mapped == total, f"mapped {mapped:,} of {total:,} tensors"),
+        verdict(adaptation.compatible, _parity(adaptation)),
     ]
 
 

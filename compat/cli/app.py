@@ -12,7 +12,7 @@ import typer
 import compat
 from compat.cli.adapt import adapt_command
 from compat.cli.compare import compare_command
-from compat.cli.errors import internal_error
+from compat.cli.errors import handle_errors, internal_error
 from compat.cli.explain import explain_command
 from compat.cli.export import export_command
 from compat.cli.generate import generate_command
@@ -46,7 +46,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
 for name, command in COMMANDS.items():
     # Each paragraph on one line: typer would keep the docstring's line breaks.
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    app.command(name, help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    app.command(name, help=text)(handle_errors(command))
 
 
 def _version(wanted: bool) -> None:

@@ -12,7 +12,6 @@ from rich.console import Console
 import compat
 from compat.cli import options
 from compat.cli.adapt import show_finding
-from compat.cli.errors import handle_errors
 from compat.cli.output import console, print_json, write_page
 from compat.cli.parity import show_layers, show_reach, show_verdict
 from compat.display import page
@@ -27,7 +26,6 @@ CAPTION = (
 )
 
 
-@handle_errors
 def compare_command(
     golden: Annotated[Path, typer.Argument(metavar="GOLDEN", help="A file that golden wrote.")],
     candidate: Annotated[

@@ -8,12 +8,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from compat.cli.errors import handle_errors
 from compat.cli.output import console, print_wrapped
 from compat.summary import SEVERITY
 
 
-@handle_errors
 def explain_command(
     code: Annotated[
         str, typer.Argument(metavar="CODE", help="The code of a finding, such as erf_gelu.")

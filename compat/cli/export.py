@@ -9,7 +9,6 @@ import typer
 
 import compat
 from compat.cli import options
-from compat.cli.errors import handle_errors
 from compat.cli.output import console, print_json, print_notes, print_rows
 from compat.errors import ConfigError
 
@@ -25,7 +24,6 @@ def _is_size(text: str) -> str:
     return text
 
 
-@handle_errors
 def export_command(
     source: options.RequiredSource = None,
     folder: Annotated[

@@ -13,7 +13,6 @@ import typer
 
 import compat
 from compat.cli import options
-from compat.cli.errors import handle_errors
 from compat.cli.output import note, print_json
 from compat.cli.prompt_file import note_on, read_prompts, write_results
 from compat.errors import GenerationError
@@ -27,7 +26,6 @@ execution = partial(typer.Option, rich_help_panel="Execution")
 DEFAULT_NEW_TOKENS = 100
 
 
-@handle_errors
 def generate_command(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     model: Annotated[str, options.checkpoint(metavar="SOURCE", help=options.SOURCE)] = "demo",
@@ -176,8 +174,11 @@ def generate_command(
     runs: compat.PlainBlocks | compat.Engine
     if plain:
         runs = compat.PlainBlocks(compat.load_pretrained(checkpoint, dialect or "linear"))
-    else:
-        runs = _engine(checkpoint, dtype, speculate, max_batch=max(1, texts))
+    else:  # without a precision or a kind of speculation, it has its own defaults
+        how: dict[str, Any] = {"dtype": dtype} if dtype else {}
+        if speculate is not None:
+            how["speculate"] = None if speculate == "off" else speculate
+        runs = compat.Engine.from_pretrained(checkpoint, max_batch=max(1, texts), **how)
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "sampling": sampling,
@@ -202,16 +203,6 @@ def generate_command(
         _show(one(prompt or ""), as_json)
     else:
         _show_samples(many([prompt or ""]), n, as_json)
-
-
-def _engine(
-    checkpoint: compat.Checkpoint, dtype: str | None, speculate: str | None, max_batch: int
-) -> compat.Engine:
-    """Return an engine. Without a precision or a kind of speculation, it has its own defaults."""
-    how: dict[str, Any] = {"dtype": dtype} if dtype else {}
-    if speculate is not None:
-        how["speculate"] = None if speculate == "off" else speculate
-    return compat.Engine.from_pretrained(checkpoint, max_batch=max_batch, **how)
 
 
 def _show(stream: compat.TextStream, as_json: bool) -> None:

@@ -9,11 +9,9 @@ import typer
 
 import compat
 from compat.cli import options
-from compat.cli.errors import handle_errors
 from compat.cli.output import note
 
 
-@handle_errors
 def golden_command(
     out: Annotated[
         Path,

@@ -8,12 +8,11 @@ from rich.text import Text
 
 import compat
 from compat.cli import options
-from compat.cli.errors import BAD_INPUT, handle_errors
+from compat.cli.errors import BAD_INPUT
 from compat.cli.output import console, print_json, print_wrapped
 from compat.summary import properties
 
 
-@handle_errors
 def inspect_command(
     source: options.RequiredSource = None,
     model: options.Model = None,

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import compat
 from compat.cli import options
-from compat.cli.errors import handle_errors
 from compat.cli.output import console, print_json, print_notes, print_table, table
 
 if TYPE_CHECKING:
     from compat.name_map import NameMap
 
 
-@handle_errors
 def load_command(
     source: options.Source = None,
     model: options.Model = None,

@@ -89,6 +89,12 @@ def console() -> Console:
     return out if out.width else Console(width=80, highlight=False)  # rich prints nothing at 0
 
 
+def verdict(good: bool, words: str) -> Text:
+    """Return words after a green tick or a red cross."""
+    mark, colour = ("✓", "green") if good else ("✗", "red")
+    return Text(f"{mark} {words}", style=f"bold {colour}")
+
+
 def print_line(out: Console, text: str, style: str) -> None:
     """Print a text in a style, without breaking it into lines."""
     out.print(Text(text, style=style), soft_wrap=True)

@@ -14,7 +14,6 @@ from rich.text import Text
 
 import compat
 from compat.cli import options
-from compat.cli.errors import handle_errors
 from compat.cli.output import (
     console,
     print_json,
@@ -22,6 +21,7 @@ from compat.cli.output import (
     print_rows,
     print_table,
     table,
+    verdict,
     write_page,
 )
 from compat.summary import (
@@ -40,7 +40,6 @@ from compat.summary import (
 NUMBERS = ("max|Δ|", "Δ/RMS", "× ref")
 
 
-@handle_errors
 def parity_command(
     source: options.Source = None,
     dialect: options.DefaultDialect = None,
@@ -171,8 +170,7 @@ def show_reach(report: compat.ParityReport, out: Console) -> None:
 
 def show_verdict(report: compat.ParityReport, out: Console) -> None:
     """Print the verdict in one sentence."""
-    mark, style = ("✓", "bold green") if report.passed else ("✗", "bold red")
-    print_line(out, f"{mark} {report.headline}", style)
+    out.print(verdict(report.passed, report.headline), soft_wrap=True)
 
 
 def show_layers(report: compat.ParityReport, out: Console, caption: str | None = None) -> None:
