@@ -16,6 +16,7 @@ from compat.dialects import DIALECTS
 from compat.tap import tap_names
 from tests.command_line import Cli
 from tests.conftest import MakeCheckpoint, State, Write, noisy_reference
+from tests.text_common import with_tokenizer
 
 each_dialect = pytest.mark.parametrize("dialect", DIALECTS)
 
@@ -197,9 +198,7 @@ def test_generate_adds_100_tokens_or_as_many_as_fit_into_the_context(
 ) -> None:
     """This is the default. No merge contains the control character of the prompt."""
     n_ids = load_pretrained("demo").config.vocab_size
-    folder = make_checkpoint(vocab_size=n_ids, n_positions=128, eos_token_id=None)
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(DEMO / name, folder)
+    folder = with_tokenizer(make_checkpoint, vocab_size=n_ids, n_positions=128)
     for n_prompt, n_new in ((1, 100), (28, 100), (29, 99), (127, 1)):
         found = cli("generate", "\x01" * n_prompt, "--model", folder, "--json").json()
         assert (len(found["prompt_ids"]), len(found["new_ids"])) == (n_prompt, n_new)
@@ -245,9 +244,7 @@ def test_a_padded_vocabulary_generates_only_ids_with_text(
 ) -> None:
     """Half of the ids have no text, although a noisy model finds them as likely as the others."""
     n = load_pretrained("demo").config.vocab_size
-    folder = make_checkpoint(vocab_size=2 * n, eos_token_id=None)
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(DEMO / name, folder)
+    folder = with_tokenizer(make_checkpoint, vocab_size=2 * n)
     done = cli("generate", "The", "--model", folder, "--seed", 0, "--max-new-tokens", 20, "--json")
     assert done.code == 0
     new_ids = done.json()["new_ids"]

@@ -79,13 +79,18 @@ class OtherGPT(nn.Module):
         self.tokens = nn.Embedding(vocab, attention.mlp.norm.head.position)
         self.block = self.mlp = self.norm = self.head = None
 """
+    check_instead_of(cli, tiny, "OtherGPT", last)
+    refused = cli("adapt", "two.py:OtherGPT", "--model", tiny)
+    assert refused.code == 3 and not refused.out
+
+
+def check_instead_of(cli: Cli, tiny: Path, refused: str, last: str) -> None:
+    """Check that MyGPT is examined in a file whose last model is refused."""
     Path("two.py").write_text(GPT + last)
     done = cli("adapt", "two.py", "--model", tiny)
     assert done.code == 0 and done.out.startswith("✓ mapped 40 of 40 tensors")
     [note] = [line for line in _notes(done.err) if "was examined" in line]
-    assert note.startswith("note: two.py:MyGPT was examined, because OtherGPT was refused: ")
-    refused = cli("adapt", "two.py:OtherGPT", "--model", tiny)
-    assert refused.code == 3 and not refused.out
+    assert note.startswith(f"note: two.py:MyGPT was examined, because {refused} was refused: ")
 
 
 def test_the_base_of_a_model_is_used_if_the_model_is_refused(cli: Cli, tiny: Path) -> None:
@@ -95,11 +100,7 @@ class TrainedGPT(MyGPT):
     def forward(self, ids, labels):
         return nn.functional.cross_entropy(super().forward(ids), labels)
 """
-    Path("trained.py").write_text(GPT + last)
-    done = cli("adapt", "trained.py", "--model", tiny)
-    assert done.code == 0 and done.out.startswith("✓ mapped 40 of 40 tensors")
-    [note] = [line for line in _notes(done.err) if "was examined" in line]
-    assert note.startswith("note: trained.py:MyGPT was examined, because TrainedGPT was refused: ")
+    check_instead_of(cli, tiny, "TrainedGPT", last)
 
 
 def test_a_notebook_is_adapted(cli: Cli, tiny: Path) -> None:

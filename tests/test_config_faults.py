@@ -73,17 +73,7 @@ def test_another_model_type_is_refused(model_type: object) -> None:
         ("eos_token_id", "50256"),
         ("eos_token_id", ("50256",)),
         ("bos_token_id", 1.0),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_refused(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"'{field}'") as caught:
-        GPT2Config.from_dict({field: value})
-    assert repr(value) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+        # Out of range
         *[
             (name, bad)
             for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner")
@@ -102,10 +92,10 @@ def test_a_value_of_the_wrong_type_is_refused(field: str, value: object) -> None
         ("eos_token_id", (0, -(2**31))),
     ],
 )
-def test_a_value_out_of_range_is_refused(field: str, value: float) -> None:
+def test_a_value_of_the_wrong_type_or_out_of_range_is_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"'{field}'") as caught:
         GPT2Config.from_dict({field: value})
-    assert str(value) in str(caught.value)
+    assert repr(value) in str(caught.value)
 
 
 @pytest.mark.parametrize("digits", [400, 4000, 5000])

@@ -78,20 +78,20 @@ def test_private_memory_works_without_the_flags_of_unix(monkeypatch: pytest.Monk
     assert memory[:] == bytes(100)
 
 
-@needs_fork
-@pytest.mark.parametrize("kind", ["engine", "model"])
-def test_forked_workers_of_a_data_loader_generate(tiny: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "method", "workers"),
+    [
+        pytest.param("engine", "fork", 2, marks=needs_fork),
+        pytest.param("model", "fork", 2, marks=needs_fork),
+        ("model", "spawn", 1),
+    ],
+)
+def test_workers_of_a_data_loader_generate(
+    tiny: Path, kind: str, method: str, workers: int
+) -> None:
     model = Engine.from_pretrained(tiny) if kind == "engine" else load_pretrained(tiny)
     loader = DataLoader(
-        Texts(model), batch_size=None, num_workers=2, multiprocessing_context="fork"
-    )
-    assert list(loader) == [continued(model, IDS + i) for i in range(6)]
-
-
-def test_spawned_workers_of_a_data_loader_generate(tiny: Path) -> None:
-    model = load_pretrained(tiny)
-    loader = DataLoader(
-        Texts(model), batch_size=None, num_workers=1, multiprocessing_context="spawn"
+        Texts(model), batch_size=None, num_workers=workers, multiprocessing_context=method
     )
     assert list(loader) == [continued(model, IDS + i) for i in range(6)]
 

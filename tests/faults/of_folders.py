@@ -17,12 +17,12 @@ INDEX = "model.safetensors.index.json"
 FIRST, SECOND = (f"model-0000{k}-of-00002.safetensors" for k in (1, 2))
 
 
-def _shard_named(name: str) -> Callable[[Path], None]:
-    """Let the index name another file for one tensor."""
+def _map(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
+    """Change the map from tensors to shards."""
 
     def breaks(folder: Path) -> None:
         index = json.loads((folder / INDEX).read_text())
-        index["weight_map"]["transformer.wte.weight"] = name
+        change(index["weight_map"])
         (folder / INDEX).write_text(json.dumps(index))
 
     return breaks
@@ -63,18 +63,6 @@ def _moved(folder: Path) -> None:
 def _twice(folder: Path) -> None:
     first, second = load_file(folder / FIRST), load_file(folder / SECOND)
     save_file({**second, next(iter(first)): next(iter(first.values()))}, folder / SECOND)
-
-
-def _unlisted(folder: Path) -> None:
-    index = json.loads((folder / INDEX).read_text())
-    del index["weight_map"]["transformer.ln_f.bias"]
-    (folder / INDEX).write_text(json.dumps(index))
-
-
-def _add(folder: Path, name: str) -> None:
-    index = json.loads((folder / INDEX).read_text())
-    index["weight_map"][name] = FIRST
-    (folder / INDEX).write_text(json.dumps(index))
 
 
 def _both(folder: Path) -> None:
@@ -146,7 +134,9 @@ FAULTS = {
     ),
     **{
         f"shards: one at {name!r}": _shards(
-            _shard_named(name), INDEX, "shards must lie beside the index"
+            _map(lambda m, name=name: m.update({"transformer.wte.weight": name})),
+            INDEX,
+            "shards must lie beside the index",
         )
         for name in (*_OUTSIDE, *_INVALID)
     },
@@ -155,12 +145,14 @@ FAULTS = {
     ),
     "shards: a tensor in two": _shards(_twice, "a second time"),
     "shards: a tensor in none": _shards(
-        lambda folder: _add(folder, "transformer.extra"),
+        _map(lambda m: m.update({"transformer.extra": FIRST})),
         INDEX,
         "1 not in the shard it names: transformer.extra",
     ),
     "shards: a tensor that the index does not tell": _shards(
-        _unlisted, INDEX, "1 in a shard but not in the index: transformer.ln_f.bias"
+        _map(lambda m: m.pop("transformer.ln_f.bias")),
+        INDEX,
+        "1 in a shard but not in the index: transformer.ln_f.bias",
     ),
     "index: without a map": _shards(content(INDEX, b"{}"), INDEX, "has no 'weight_map'"),
     "index: a map that is null": _index(weight_map=None),

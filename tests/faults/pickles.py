@@ -57,21 +57,17 @@ def zip_around(pickle_bytes: bytes, **more: bytes) -> Callable[[Path], None]:
     return breaks
 
 
-def bomb(folder: Path) -> None:
+def compressed(folder: Path, **more: bytes) -> None:
+    """Compress the archive, with further entries."""
     with zipfile.ZipFile(folder / PICKLE) as archive:
-        entries = [(info, archive.read(info)) for info in archive.infolist()]
+        entries = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(folder / PICKLE, "w", zipfile.ZIP_DEFLATED) as archive:
-        for info, data in entries:
-            archive.writestr(info.filename, data)
-        archive.writestr("archive/data/99", bytes(200_000_000))
-
-
-def compressed(folder: Path) -> None:
-    with zipfile.ZipFile(folder / PICKLE) as archive:
-        entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
-    with zipfile.ZipFile(folder / PICKLE, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in entries:
+        for name, data in (entries | more).items():
             archive.writestr(name, data)
+
+
+def bomb(folder: Path) -> None:
+    compressed(folder, **{"archive/data/99": bytes(200_000_000)})
 
 
 def two_ends(folder: Path) -> None:
