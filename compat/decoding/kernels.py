@@ -45,25 +45,13 @@ from compat.decoding.transformer import Transformer
 from compat.display import write_text
 
 # The last candidate of each precision only uses documented operators, and works everywhere.
-CANDIDATES: dict[str, tuple[Pack, ...]] = {
-    "float32": (NativePrompts, NativeLinear, OneDnn, Blas, Linear),
-    "bfloat16": (NativePrompts, NativeLinear, OneDnn, Blas, Linear),
-    "int8": (
-        NativeInt8Prompts,
-        NativeInt8Bfloat16,
-        NativeInt8,
-        Int8TwoTerm,
-        int8_weight_only,
-        Int8,
-    ),
-    "draft": (
-        NativeInt8Prompts,
-        NativeInt8,
-        Int8DynamicActivations,
-        Int8TwoTerm,
-        int8_weight_only,
-        Int8,
-    ),
+FLOATS: tuple[Pack, ...] = (NativePrompts, NativeLinear, OneDnn, Blas, Linear)
+INT8: tuple[Pack, ...] = (Int8TwoTerm, int8_weight_only, Int8)
+CANDIDATES = {
+    "float32": FLOATS,
+    "bfloat16": FLOATS,
+    "int8": (NativeInt8Prompts, NativeInt8Bfloat16, NativeInt8, *INT8),
+    "draft": (NativeInt8Prompts, NativeInt8, Int8DynamicActivations, *INT8),
 }
 ACTIVATIONS = {
     "float32": torch.float32,
