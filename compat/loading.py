@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from compat import sharding
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.checkpoint.files import ALL
 from compat.checkpoint.layout import EMBEDDING, HEAD, saved_name
@@ -20,19 +21,6 @@ from compat.errors import CheckpointError, ConfigError, described, short_repr
 from compat.export_view import hf_tensors
 from compat.name_map import NameMap, Row, all_parameters, as_name_map, names_of, sliced
 from compat.ops import Same, views
-from compat.sharding import (
-    as_divided,
-    check_heads,
-    check_mesh,
-    distribute,
-    is_divided,
-    local,
-    raising_together,
-    reading_range,
-    reshard,
-    shard_blocks,
-    share_of,
-)
 from compat.threads import two_threads
 from compat.validation import as_module, check_fit, expand_rows, is_dropped, rows_of_part
 
@@ -78,7 +66,7 @@ def load_pretrained(
     if parallel not in ("tensor", "fsdp"):
         raise ConfigError(f"parallel is {short_repr(parallel)}, but must be 'tensor' or 'fsdp'.")
     if mesh is not None:
-        check_mesh(mesh)
+        sharding.check_mesh(mesh)
         device = mesh.device_type
     device = as_device(device)
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head, mmap=mmap)
@@ -86,9 +74,9 @@ def load_pretrained(
         model = kind.model_class(checkpoint.config)
     if mesh is not None and parallel == "fsdp":
         blocks = model.get_submodule(kind.block_path.removesuffix(".{i}"))
-        shard_blocks(model, blocks.children(), mesh)
+        sharding.shard_blocks(model, blocks.children(), mesh)
     elif mesh is not None:
-        distribute(model, kind.name_map, mesh)
+        sharding.distribute(model, kind.name_map, mesh)
     rows = expand_rows(kind.name_map, checkpoint)
     check_fit(model, rows, checkpoint)
     fill(model, rows, checkpoint, dtype or checkpoint.dtype, device)
@@ -163,7 +151,8 @@ def load_into(
     model = as_module(model)
     name_map = as_name_map(name_map)
     checkpoint = open_checkpoint(source, revision=revision, verify=verify, n_head=n_head)
-    check_heads(checkpoint.config, getattr(model, "tensor_parallel_size", 1))  # of `distribute`
+    ranks = getattr(model, "tensor_parallel_size", 1)  # of `distribute`
+    sharding.check_heads(checkpoint.config, ranks)
     if part is None:
         rows = expand_rows(name_map, checkpoint)
     else:
@@ -193,13 +182,7 @@ def to_hf_state_dict(model: nn.Module, name_map: NameMap | None = None) -> dict[
 class _SkipInit(TorchFunctionMode):
     """A mode that skips `torch.nn.init`, which would import torch's compiler on the meta device."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
             return kwargs["tensor"]
@@ -241,17 +224,17 @@ def fill(
         CheckpointError: A tensor is not finite, or the model ties parameters for which the
             checkpoint has different tensors.
     """
-    reshard(model)
+    sharding.reshard(model)
     wholes = all_parameters(model)
     parameters = sliced(wholes, names_of(rows))
     rows = [row for row in rows if not is_dropped(row, parameters)]
     if checkpoint.config.tie_word_embeddings:
         rows = _without_tied_head(rows, parameters)
-    with raising_together(parameters.values()):
+    with sharding.raising_together(parameters.values()):
         loaded = _read(rows, parameters, checkpoint, dtype, device)
     for name in zeros:
         old = parameters[name]
-        loaded[id(old)] = _convert(name, torch.zeros(local(old).shape), old, dtype, device)
+        loaded[id(old)] = _convert(name, torch.zeros(sharding.local(old).shape), old, dtype, device)
     for name, whole in wholes.items():
         if name not in parameters:  # its slices are loaded
             slices = [parameters[f"{name}[{i}]"] for i in range(len(whole))]
@@ -271,14 +254,14 @@ def _read(
 
     The arguments and errors are those of `fill`.
     """
-    divided = any(map(is_divided, parameters.values()))
+    divided = any(map(sharding.is_divided, parameters.values()))
     # nn.Linear reads views of the file's pages equally fast. Other devices get contiguous tensors:
     # there a view may be slow, or even wrong.
     maps = checkpoint.is_mapped and torch.device(device or "cpu").type == "cpu"
 
     def make(row: Row) -> tuple[list[Tensor], str | None]:
         """Return this rank's shares of the row's parameters, or a fault of the tensor."""
-        reading = reading_range(parameters[row.ours[0]]) if row.op == Same() else ALL
+        reading = sharding.reading_range(parameters[row.ours[0]]) if row.op == Same() else ALL
         tensor, fault = checkpoint.take(row.hf, reading)
         if fault:
             return [], fault
@@ -286,7 +269,7 @@ def _read(
         made = views(row.op, tensor) if divided or in_place else row.op.load(tensor)
         shares = []
         for name, value in zip(row.ours, made, strict=True):
-            share = share_of(value, parameters[name], reading.start or 0)
+            share = sharding.share_of(value, parameters[name], reading.start or 0)
             shares.append(_convert(row.hf, share, parameters[name], dtype, device))
         return shares, None
 
@@ -319,11 +302,11 @@ def _assign(model: nn.Module, shares: Mapping[int, Tensor]) -> None:
             share = shares[id(old)]
             if old.is_meta:
                 if id(old) not in made:
-                    made[id(old)] = nn.Parameter(as_divided(share, old), old.requires_grad)
+                    made[id(old)] = nn.Parameter(sharding.as_divided(share, old), old.requires_grad)
                 setattr(module, name, made[id(old)])
             else:  # in place, since an optimizer may hold the parameter
                 with torch.no_grad():
-                    local(old).copy_(share)
+                    sharding.local(old).copy_(share)
 
 
 def _without_tied_head(rows: list[Row], parameters: Mapping[str, Tensor]) -> list[Row]:
@@ -346,7 +329,7 @@ def _convert(
 ) -> Tensor:
     """Return the value in this data type and on this device, or in those of the parameter."""
     if device is None and old.is_meta:
-        device = old.device_mesh.device_type if is_divided(old) else "cpu"
+        device = old.device_mesh.device_type if sharding.is_divided(old) else "cpu"
     new = value.to(device or old.device, dtype or old.dtype)
     if new.dtype != value.dtype and not torch.isfinite(new).all():
         raise CheckpointError(

@@ -263,9 +263,7 @@ class ReplicatePlainTensors(TorchFunctionMode):
     together when the first one ends. Here plain tensors are converted before autograd records them.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.distributed.tensor import DTensor, Replicate
 
         kwargs = kwargs or {}

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 import compat
+from compat import summary
 from compat.cli import options
 from compat.cli.output import (
     console,
@@ -23,18 +24,6 @@ from compat.cli.output import (
     table,
     verdict,
     write_page,
-)
-from compat.summary import (
-    GRADIENT_COLUMNS,
-    INPUT_COLUMNS,
-    INPUT_NOTE,
-    KINDS,
-    Layer,
-    gradient_rows,
-    input_rows,
-    layers,
-    limits,
-    sensitivity,
 )
 
 NUMBERS = ("max|Δ|", "Δ/RMS", "× ref")
@@ -150,19 +139,19 @@ def _show(report: compat.ParityReport, quiet: bool) -> None:
         if not report.taps or not report.logits.passed:
             title = f"logits of {report.model_name} and transformers on {report.source}"
             print_line(out, title, "italic")
-            print_rows(out, INPUT_COLUMNS, input_rows(report))
-            print_line(out, INPUT_NOTE, "dim italic")
-        if rows := gradient_rows(report):
-            print_rows(out, GRADIENT_COLUMNS, rows)
+            print_rows(out, summary.INPUT_COLUMNS, summary.input_rows(report))
+            print_line(out, summary.INPUT_NOTE, "dim italic")
+        if rows := summary.gradient_rows(report):
+            print_rows(out, summary.GRADIENT_COLUMNS, rows)
         show_reach(report, out)
     show_verdict(report, out)
 
 
 def show_reach(report: compat.ParityReport, out: Console) -> None:
     """Print the reach of the comparison: the smallest detectable error, limits, and notes."""
-    if smallest := sensitivity(report):
+    if smallest := summary.sensitivity(report):
         print_line(out, smallest, "dim italic")
-    for line in limits(report):
+    for line in summary.limits(report):
         print_line(out, f"? {line}", "magenta")
     for line in report.notes:
         print_line(out, f"· {line}", "cyan")
@@ -179,9 +168,9 @@ def show_layers(report: compat.ParityReport, out: Console, caption: str | None =
     title = (
         f"{report.model_name} and transformers on {report.source}, {report.dtype}, {B} × {T} ids"
     )
-    found = layers(report.taps)
+    found = summary.layers(report.taps)
     wide = []
-    for kind in KINDS:
+    for kind in summary.KINDS:
         wide += [f">{kind}\n{NUMBERS[0]}", *(f">\n{name}" for name in NUMBERS[1:])]
     narrow = [f">{name}" for name in (*NUMBERS, "identical")]
     print_line(out, title, "italic")
@@ -206,7 +195,7 @@ def show_layers(report: compat.ParityReport, out: Console, caption: str | None =
     print_line(out, caption, "dim italic")
 
 
-def _wide_row(layer: Layer) -> list[str | Text]:
+def _wide_row(layer: summary.Layer) -> list[str | Text]:
     """Return one line for a layer."""
     far, near = layer.accumulated.identical, layer.local.identical
     identical = f"{far}/{layer.taps}"
@@ -216,22 +205,22 @@ def _wide_row(layer: Layer) -> list[str | Text]:
     return [layer.name, *numbers[0][:3], *numbers[1][:3], identical, _verdict(layer)]
 
 
-def _narrow_row(layer: Layer) -> list[str | Text]:
+def _narrow_row(layer: summary.Layer) -> list[str | Text]:
     """Return two lines for a layer, the accumulated error above the local one."""
     columns = map("\n".join, zip(*_numbers(layer), strict=True))
-    return [layer.name, "\n".join(KINDS), *columns, _verdict(layer)]
+    return [layer.name, "\n".join(summary.KINDS), *columns, _verdict(layer)]
 
 
-def _stacked(found: Sequence[Layer]) -> Iterator[list[str]]:
+def _stacked(found: Sequence[summary.Layer]) -> Iterator[list[str]]:
     """Yield labelled numbers, the accumulated and the local ones below the layer's name."""
     for layer in found:
         yield [layer.name, _verdict(layer).plain]
-        for kind, numbers in zip(KINDS, _numbers(layer), strict=True):
+        for kind, numbers in zip(summary.KINDS, _numbers(layer), strict=True):
             labels = (*NUMBERS, "identical")
             yield [f"  {kind}", *map(" ".join, zip(labels, numbers, strict=True))]
 
 
-def _numbers(layer: Layer) -> list[list[str]]:
+def _numbers(layer: summary.Layer) -> list[list[str]]:
     """Return max|Δ|, Δ/RMS, × ref and the bit-identical taps: accumulated, then local."""
     return [
         [worst.max_abs, worst.rel_rms, worst.ratio, f"{worst.identical}/{layer.taps}"]
@@ -239,7 +228,7 @@ def _numbers(layer: Layer) -> list[list[str]]:
     ]
 
 
-def _verdict(layer: Layer) -> Text:
+def _verdict(layer: summary.Layer) -> Text:
     if layer.first_failed is None:
         return Text("✓", style="green")
     return Text(f"✗ from {layer.first_failed}", style="red")
