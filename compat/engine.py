@@ -155,6 +155,7 @@ class Engine:
         config, target = self.config, as_device(device)
         self.device = target
         is_int8 = precision == "int8"
+        packed = checkpoint.packed if checkpoint else None
         cache = Int8Cache.of(checkpoint) if checkpoint else None
 
         def fast(precision: str, rows: int) -> Pack:
@@ -169,9 +170,9 @@ class Engine:
         stored = torch.float32 if precision == "float32" else torch.bfloat16
 
         def read(name: str) -> list[Any]:
-            quantized = checkpoint.read_quantized(name) if checkpoint and is_int8 else None
-            if quantized is not None:
-                return [in_huge_pages(quantized)]
+            if checkpoint and packed and is_int8:
+                if (quantized := packed.quantized(name, checkpoint.mmap)) is not None:
+                    return [in_huge_pages(quantized)]
             is_embedding = name == HEAD and config.tie_word_embeddings and not is_int8
             return [] if is_embedding else [weight(name)]
 
@@ -190,7 +191,6 @@ class Engine:
         if is_int8 and cache:
             transformer = cache.build(build)
         else:
-            packed = checkpoint.packed if checkpoint else None
             is_packed = packed is not None and packed.precision == "int8"
             transformer = build(read, is_quantized=not is_int8 or is_packed)
         self.transformer = transformer

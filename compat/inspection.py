@@ -126,7 +126,7 @@ def _inspect_weights(found: Inspection, weights: Path, n_head: int | None) -> No
     with _recording_error(found):
         contents = open_contents(weights, max_unpacked(raw_config))
         _report_contents(found, contents)
-        kind = kind_of(contents, raw_config, contents.tensors())
+        kind = kind_of(contents, raw_config)
         found.format = f"{kind} {found.format}"
         if found.loads:
             checkpoint = check(found.source, contents, raw_config, found.notes, n_head)

@@ -54,9 +54,7 @@ def is_hugging_face(raw_config: Mapping[str, Any]) -> bool:
     return not foreign and not {ALIASES.get(name, name) for name in raw_config} <= COMMON
 
 
-def kind_of(
-    contents: Contents, raw_config: Mapping[str, Any] | None, stored: dict[str, Stored]
-) -> str:
+def kind_of(contents: Contents, raw_config: Mapping[str, Any] | None) -> str:
     """Return the program that wrote a file, by its arguments, its config or else its layout."""
     if contents.packed:
         return PACKED
@@ -64,7 +62,7 @@ def kind_of(
         return NANOGPT
     if raw_config is not None and is_hugging_face(raw_config):
         return HUGGING_FACE
-    return MINGPT if OUT_IN in layouts(stored) else HUGGING_FACE
+    return MINGPT if OUT_IN in layouts(contents.tensors()) else HUGGING_FACE
 
 
 def layouts(stored: Mapping[str, Stored]) -> dict[str, list[str]]:

@@ -26,7 +26,7 @@ from compat.checkpoint.files import ALL, TensorInfo, read_json
 from compat.checkpoint.find import find_weights
 from compat.checkpoint.foreign import HUGGING_FACE, PACKED, is_hugging_face, kind_of, translate
 from compat.checkpoint.layout import CONFIG, HEAD, most_bytes
-from compat.checkpoint.packed import PackedFile, Quantized
+from compat.checkpoint.packed import PackedFile
 from compat.config import GPT2Config
 from compat.errors import CheckpointError, ConfigError, lines, listed, short_repr
 
@@ -119,10 +119,6 @@ class Checkpoint:
         fault = not_finite(tensor) if self.check_finite else None
         return tensor, fault and f"{name} has {fault}"
 
-    def read_quantized(self, name: str) -> Quantized | None:
-        """Return a weight [in, out] in 8 bits; None if it is not stored in 8 bits."""
-        return self.packed.quantized(name, self.mmap) if self.packed else None
-
     def not_finite(self, faults: list[str]) -> CheckpointError:
         """Return the error that reports the faults of `take`."""
         headline = f"{self.weights} has non-finite weights:"
@@ -213,7 +209,7 @@ def check(
         raise ConfigError(f"n_head is {short_repr(n_head)}, but must be an integer of 1 or more.")
     weights, stored = contents.weights, contents.tensors()
     packed = contents.packed
-    kind = kind_of(contents, raw_config, stored)
+    kind = kind_of(contents, raw_config)
     is_foreign = kind not in (HUGGING_FACE, PACKED)
     check_family(weights, stored, has_config=not is_foreign and raw_config is not None)
     path = weights if packed else weights.parent / CONFIG
