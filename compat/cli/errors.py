@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from importlib import import_module
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import typer
 
@@ -16,21 +16,18 @@ from compat.cli import INTERRUPTED, ctrl_c_raises
 from compat.cli.output import note
 from compat.errors import CompatError, GenerationError, HubError
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 BAD_REQUEST, BAD_INPUT, NETWORK, INTERNAL = 2, 3, 4, 70
 
 
-def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
+def handle_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Turn an exception into one message on stderr and the exit code of its kind."""
 
     @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run(*args: Any, **kwargs: Any) -> None:
         try:
             import_module("torch")  # while Ctrl-C still ends the process at once
             with ctrl_c_raises():
-                return command(*args, **kwargs)
+                command(*args, **kwargs)
         except CompatError as error:
             note(f"error: {error}")
             raise typer.Exit(exit_code(error)) from None
