@@ -97,8 +97,7 @@ def merge_lora(model: nn.Module, adapter: str | Path, *, name_map: NameMap | Non
             LoRA layers.
     """
     tensors = hf_tensors(model, name_map)
-    parameters = _base_parameters(model)
-    rows = _rows(model, name_map, parameters)
+    parameters, rows = _projections(model, name_map)
     _, parts = _read_of_hf(adapter)
     _check(adapter, parts, {module: tensors[row.hf].like.shape for module, row in rows.items()})
     merged: dict[str, Tensor] = {}
@@ -131,8 +130,7 @@ def lora_from_hf(
         NameMapError: The model needs a map and has none, the map lacks parameters, or the low rank
             would be lost.
     """
-    parameters = _base_parameters(model)
-    rows = _rows(model, name_map, parameters)
+    parameters, rows = _projections(model, name_map)
     base, parts = _read_of_hf(adapter)
     _check(adapter, parts, {module: row.hf_shape(parameters) for module, row in rows.items()})
     places = _places({module: rows[module] for module in parts}, parameters)
@@ -162,8 +160,7 @@ def lora_to_hf(
     Raises:
         CheckpointError, NameMapError: as in `lora_from_hf`.
     """
-    parameters = _base_parameters(model)
-    rows = _rows(model, name_map, parameters)
+    parameters, rows = _projections(model, name_map)
     base, parts = _read(adapter)
     adapted = {
         hf: row for hf, row in rows.items() if any(_module(name) in parts for name in row.ours)
@@ -195,29 +192,23 @@ def _joined(places: Mapping[str, Place], parts: Parts, shape: Shape) -> LowRank:
     return LowRank(torch.cat([p.A for p in joined]), torch.cat([p.B for p in joined], dim=1))
 
 
-def _base(model: Any) -> nn.Module:
-    """Return the model that a PeftModel wraps, or the model itself."""
-    return as_module(model.get_base_model() if hasattr(model, "get_base_model") else model)
+def _projections(model: Any, name_map: NameMap | None) -> tuple[dict[str, Tensor], dict[str, Row]]:
+    """Return the parameters of a model, and the rows of the projections of all layers.
 
-
-def _base_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters by the names that they have without PEFT's wrappers."""
-    return {
+    Parameters have the names that they have without PEFT's wrappers; rows are found by Hugging
+    Face's names of the modules.
+    """
+    base = as_module(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    parameters: dict[str, Tensor] = {
         name.replace(".base_layer.", "."): parameter
-        for name, parameter in _base(model).named_parameters(remove_duplicate=False)
+        for name, parameter in base.named_parameters(remove_duplicate=False)
         if ".lora_" not in name
     }
-
-
-def _rows(
-    model: nn.Module, name_map: NameMap | None, parameters: Mapping[str, Tensor]
-) -> dict[str, Row]:
-    """Return the rows of the projections of all layers, by Hugging Face's names of the modules."""
-    name_map = map_of(_base(model), name_map)
+    name_map = map_of(base, name_map)
     n_layer = name_map.count_layers(parameters)
     rows = name_map.expand(n_layer)
     check_names(model, rows, parameters, name_map.expand_zeros(n_layer))
-    return {_module(row.hf): row for row in rows if row.hf.endswith(PROJECTIONS)}
+    return parameters, {_module(row.hf): row for row in rows if row.hf.endswith(PROJECTIONS)}
 
 
 def _module(name: str) -> str:
