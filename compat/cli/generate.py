@@ -207,17 +207,7 @@ def generate_command(
 
 def _show(stream: compat.TextStream, as_json: bool) -> None:
     """Print a text as it is generated, or as JSON; after Ctrl-C, the text so far."""
-    start, printed = time.perf_counter(), 0
-
-    def finish() -> None:
-        completion, seconds = stream.completion, time.perf_counter() - start
-        if as_json:
-            rate = round(len(completion.new_ids) / seconds, 1)
-            print_json({**completion.to_json(), "tokens_per_second": rate})
-        else:
-            print(completion.new_text[printed:], flush=True)
-        note_on([completion], seconds)
-
+    start, printed, interrupted = time.perf_counter(), 0, False
     try:
         if not as_json:
             print(stream.completion.prompt, end="", flush=True)
@@ -226,9 +216,16 @@ def _show(stream: compat.TextStream, as_json: bool) -> None:
                 printed += len(piece)  # counted first, so that Ctrl-C cannot print it twice
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:
-        finish()
-        raise
-    finish()
+        interrupted = True
+    completion, seconds = stream.completion, time.perf_counter() - start
+    if as_json:
+        rate = round(len(completion.new_ids) / seconds, 1)
+        print_json({**completion.to_json(), "tokens_per_second": rate})
+    else:
+        print(completion.new_text[printed:], flush=True)
+    note_on([completion], seconds)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _show_samples(completions: Iterator[compat.Completion], n: int, as_json: bool) -> None:
