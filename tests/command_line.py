@@ -47,6 +47,12 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> Outcome:
     return Outcome(int(exited.value.code or 0), out, err)
 
 
+def python(code: str, *argv: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run code in a new interpreter, by default in the environment of this process."""
+    command = [sys.executable, "-c", code, *map(str, argv)]
+    return subprocess_run(command, capture_output=True, text=True, **{"check": True, **options})
+
+
 def script(name: str, *argv: object) -> subprocess.CompletedProcess[str]:
     """Run scripts/NAME.py as a program in a fork of this process; its output must be UTF-8."""
     env = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 import compat
+from tests.command_line import python
 
 ROOT = Path(compat.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -103,7 +102,7 @@ def test_each_heavy_library_is_imported_in_one_file(library: str) -> None:
 def test_importing_compat_imports_no_heavy_library() -> None:
     heavy = {"torch", *OWNERS}
     code = f"import compat, sys; print({heavy!r} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python(code)
     assert done.stdout == "set()\n"
 
 

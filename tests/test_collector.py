@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 
 import pytest
 
 from compat.collector import collector_paused
+from tests.command_line import python
 
 # Counts full collections while torch and transformers are imported and the reference is loaded.
 CODE = """
@@ -42,8 +41,5 @@ def test_the_collector_is_restored_to_its_previous_state(enabled: bool) -> None:
 
 @pytest.mark.parametrize("paused", [True, False])
 def test_torch_and_transformers_are_imported_without_full_collections(paused: bool) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.format(paused=paused)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = python(CODE.format(paused=paused))
     assert (int(done.stdout) == 0) is paused, done.stdout

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from compat.checkpoint.packed import METADATA, SCALE, checksum
 from compat.checkpoint.safetensors_file import SafetensorsFile
 from compat.decoding import matrices, native
 from compat.decoding.int8_weights import Int8Weights
+from tests.command_line import python
 from tests.conftest import MakeCheckpoint
 from tests.native_common import plant_outliers
 
@@ -468,8 +468,7 @@ Engine.from_pretrained(sys.argv[1], dtype="int8")
 
 def test_a_process_ends_only_after_its_entry_is_written(cache: Cache, source: Path) -> None:
     environment = {**os.environ, "COMPAT_NATIVE": "0", "COMPAT_CACHE": "1"}
-    command = [sys.executable, "-c", EXITING, str(source), str(cache.folder.parent)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = python(EXITING, source, cache.folder.parent, env=environment, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [entry.suffix for entry in cache.entries] == [".safetensors"]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from compat.decoding import kernels, native_library
 from compat.decoding.matrices import Blas, Int8, Linear
+from tests.command_line import python
 
 
 @pytest.fixture(autouse=True)
@@ -224,9 +223,7 @@ engine = Engine.from_pretrained({str(tiny)!r})
 print(engine.generate(torch.tensor([[1, 2]]), max_new_tokens=2).shape[1])
 """
     keep = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME", "USER")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=keep, capture_output=True, text=True, timeout=300
-    )
+    done = python(code, env=keep, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 3
 

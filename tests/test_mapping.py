@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from torch import Tensor
 from compat import CheckpointError, load_into, load_pretrained
 from compat.checkpoint import open_checkpoint
 from compat.dialects import DIALECTS
+from tests.command_line import python
 from tests.conftest import MakeCheckpoint, State, Write
 
 IDS = torch.arange(24).view(2, 12)
@@ -192,7 +191,7 @@ from compat import load_pretrained
 load_pretrained("demo"), load_pretrained("demo", "conv1d")
 print({"torch._dynamo", "sympy", "transformers", "huggingface_hub"} & set(sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python(code)
     assert done.stdout == "set()\n"
 
 
@@ -233,7 +232,6 @@ def test_peak_memory_while_loading_is_bounded(
     large: Path, arguments: tuple[str, ...], most: float
 ) -> None:
     """The bounds are multiples of the weights; `linear` briefly has two copies of two matrices."""
-    command = [sys.executable, "-c", PEAK, str(large), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = python(PEAK, large, *arguments)
     weights = (large / "model.safetensors").stat().st_size
     assert int(done.stdout) <= most * weights

@@ -5,8 +5,6 @@ Every edit is applied to a freshly loaded model, alone and in random combination
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +24,7 @@ from compat.decoding import decoder_of
 from compat.decoding.fast_path import _freshly_built, is_unmodified
 from compat.decoding.static import StaticDecoder
 from compat.dialects import Model, conv1d, linear
+from tests.command_line import python
 from tests.conftest import MakeCheckpoint
 from tests.generation_common import each_dialect
 
@@ -427,10 +426,7 @@ config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=5, n_positions=4)
 print(is_unmodified(GPTModel(config).eval()))
 """
     for lines, expected in ((code.splitlines(), "False"), (code.splitlines()[4:], "True")):
-        done = subprocess.run(
-            [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
-        )
-        assert done.stdout.strip() == expected
+        assert python("\n".join(lines)).stdout.strip() == expected
 
 
 def test_the_check_for_modifications_draws_no_random_numbers(source: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.command_line import python
 
 FORKS = """
 import os
@@ -43,5 +42,4 @@ print(failed, "of 100 failed")
 
 
 def test_two_threads_can_call_torch_concurrently_in_a_forked_process() -> None:
-    run = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True)
-    assert run.stdout == "0 of 100 failed\n"
+    assert python(FORKS).stdout == "0 of 100 failed\n"
