@@ -1,6 +1,6 @@
 """Checkpoints on the Hugging Face hub: the one file that imports `huggingface_hub`.
 
-It is imported when it is needed, since the client is slow to import, and then reads its settings.
+This file is imported when something is fetched, because only then may the client read its settings.
 
 The client's `snapshot_download` and `verify_repo_checksums` are not used. The former accepts cached
 files of the wrong size, updates a branch's commit before its files are complete, and lists the
