@@ -16,6 +16,7 @@ import tokenize
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,7 +96,8 @@ class LazyModule:
         self._broken: list[tuple[str, SyntaxError]] = []
         if path.suffix == ".py":
             tree = python_tree(path)
-            self.statements = [_statement(node, str(path), 0) for node in unguarded(tree)]
+            own_code = chain.from_iterable(map(_separate, unguarded(tree)))
+            self.statements = [_statement(node, str(path), 0) for node in own_code]
         else:
             self._read_cells(path)
         nodes = [s.node for s in self.statements]
@@ -111,7 +113,7 @@ class LazyModule:
             source, tree, error = _parsed(EDITED.get(filename, cell), filename)
             own = [f"{line}\n" for line in source.split("\n")]
             linecache.cache[filename] = (len(source), None, own, filename)
-            for node in tree.body:
+            for node in chain.from_iterable(map(_separate, tree.body)):
                 module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
                 if module.rpartition(".")[2] not in written:
                     self.statements.append(_statement(node, filename, len(lines)))
@@ -405,6 +407,18 @@ def _needed(statements: list[Statement], name: str) -> set[int]:
             names |= {"sys"} & bound
         if not names <= bound:
             names.add("*")
+
+
+def _separate(node: ast.stmt) -> list[ast.stmt]:
+    """Return `a = x` and `b = y` for `a, b = x, y`, so that one is known if the other is not."""
+    match node:
+        case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            read = [n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)]
+            if len(names) == len(targets) and not {*names} & {*read}:
+                pairs = zip(targets, values, strict=True)
+                return [ast.copy_location(ast.Assign([t], value), node) for t, value in pairs]
+    return [node]
 
 
 def _statement(node: ast.stmt, filename: str, offset: int) -> Statement:

@@ -120,7 +120,7 @@ _GROUPS = re.compile(r"(n|num)?(kv|query|keyvalue)groups?")
 # The part of a head that is rotated, and the rest, if there are names for both.
 _HEAD_PARTS = re.compile(rf"(qk)?(?P<part>nope|rope)head{_SIZE}")
 # Names of a number that is the width, where the value is known to be a number.
-_EMBEDDING = re.compile(rf"(tok(en)?|word|input)?{_EMB}|{_EMB}(tok(en)?|word)s?")
+_EMBEDDING = re.compile(rf"(tok(en)?|word|input)?{_EMB}|{_EMB}(tok(en)?|word)s?|dm")
 # The possible roles of names of one letter.
 _LETTERS = {"v": "vocab_size", "t": "n_positions", "c": "n_embd", "d": "n_embd", "e": "n_embd"} | {
     "l": "n_layer", "n": "n_layer", "h": "n_head", "p": "resid_pdrop", "s": "n_positions"

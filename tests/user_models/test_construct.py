@@ -1881,3 +1881,24 @@ class GPT(Core):
 """
     model = build(tmp_path, CORE + source)
     assert model.sizes[:3] == (97, 24, 3) and model.extra is None
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_name_of_a_data_type_in_a_file_is_the_type_unless_the_code_looks_it_up(
+    tmp_path: Path, by_name: bool
+) -> None:
+    dtype = 'getattr(torch, cfg["dtype"])' if by_name else 'cfg["dtype"]'
+    source = f"""
+import torch
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.wte = nn.Embedding(cfg["vocab_size"], cfg["n_embd"], dtype={dtype})
+"""
+    entries = {"vocab_size": 5, "n_embd": 6, "dtype": "float64"}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    model = own_file.build(tmp_path, source)
+    assert model.wte.weight.shape == (97, 24)
+    assert model.wte.weight.dtype == (torch.float64 if by_name else torch.float32)

@@ -757,3 +757,16 @@ def test_a_hidden_width_that_the_code_normalizes_or_widens_is_that_of_the_stream
 vocab_size, n_embd, n_layer = config.n_vocab, config.n_embed, config.n_layer
 self.part, self.width = {made}, config.n_hidden"""
     assert build(tmp_path, sized(", config", read)).width == width
+
+
+def test_of_several_values_that_are_assigned_together_one_may_be_unknown(tmp_path: Path) -> None:
+    script = """
+import json
+DM, n_layer = 32, 6
+text = json.load(open("no such file"))
+V, other, half = len(set(text)), 5, DM // 2
+"""
+    source = sized(before="vocab_size, n_embd = V, DM") + "        self.half, self.kept = half, other\n"
+    model = build(tmp_path, script + source)
+    assert (model.wte.weight.shape, len(model.h)) == ((97, 24), 3)
+    assert (model.half, model.kept) == (12, 5)
