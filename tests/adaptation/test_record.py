@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from compat.adaptation.tracing import record
 from compat.adaptation.tracing.graph import DRAWS, Graph, kind
 from compat.adaptation.tracing.record import Untraceable, to_graph
 
@@ -254,6 +255,22 @@ def test_the_error_for_values_that_leave_torch_names_the_line() -> None:
 
     with pytest.raises(Untraceable, match=r"test_record\.py:\d+ return torch.tensor\(x.tolist"):
         recorded(leaving)
+
+
+def test_a_loop_that_writes_to_too_many_elements_is_not_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def by_element(model: Model, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i in range(8):
+            out[:, :, i] = x[:, :, i] * model.constant[i]
+        return out
+
+    recorded(by_element)
+    monkeypatch.setattr(record, "MOST_VIEWS", 8)
+    pattern = r"more than 8 views at .*test_record\.py:\d+ out\[:, :, i\] = "
+    with pytest.raises(Untraceable, match=pattern):
+        recorded(by_element)
 
 
 def test_gradients_and_stored_tensors_work_after_recording() -> None:

@@ -766,7 +766,9 @@ DM, n_layer = 32, 6
 text = json.load(open("no such file"))
 V, other, half = len(set(text)), 5, DM // 2
 """
-    source = sized(before="vocab_size, n_embd = V, DM") + "        self.half, self.kept = half, other\n"
+    source = (
+        sized(before="vocab_size, n_embd = V, DM") + "        self.half, self.kept = half, other\n"
+    )
     model = build(tmp_path, script + source)
     assert (model.wte.weight.shape, len(model.h)) == ((97, 24), 3)
     assert (model.half, model.kept) == (12, 5)

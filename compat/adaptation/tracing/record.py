@@ -67,6 +67,10 @@ SELECTIONS = frozenset("mul div where masked_fill index_put".split())
 SCATTERS = {"select": aten.select_scatter.default, "slice": aten.slice_scatter.default}
 
 
+# The number of tensors in one memory above which writing to it is not recorded. Every write is
+# compared with all of them, which takes hours for a loop over the elements of a tensor.
+MOST_VIEWS = 2_000
+
 OperationName = tuple[str, tuple[Place, ...], int]
 NO_OPERATION: OperationName = "", (), 0
 
@@ -310,8 +314,10 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             self._add(self._with_part(view, self.current[id(child)]), view.base)
             child = view.base
             written.add(id(child))
-        elements = _elements(tensor)
-        for other in self.sharing[_address(tensor)]:
+        elements, sharing = _elements(tensor), self.sharing[_address(tensor)]
+        if len(sharing) > MOST_VIEWS:
+            raise RuntimeError(f"the model writes to a tensor with more than {MOST_VIEWS:,} views")
+        for other in sharing:
             view = self.views.get(id(other))
             if view and id(other) not in written and (_elements(other) & elements).any():
                 self._add(self._again(view), other)
