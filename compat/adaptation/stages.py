@@ -267,9 +267,8 @@ def _without_targets(run: Run, findings: Sequence[Finding]) -> list[Finding]:
 def _length_error(run: Run) -> Exception | None:
     """Return what the model raises for one id less, or None."""
     T, raised = run.ids.shape[1], None
-    for _ in range(
-        3 if T > 1 else 0
-    ):  # some code fails at random, as in what it prints now and then
+    # Some code fails at random, as in what it prints now and then.
+    for _ in range(3 if T > 1 else 0):
         try:
             run.logits(run.ids[:, : T - 1])
             return None

@@ -202,7 +202,7 @@ def _made_beside(
     cls: type[nn.Module], arguments: Mapping[str, Any], config: GPT2Config
 ) -> nn.Module:
     """Return the module that a constructor takes beside other arguments, such as its config."""
-    required = [n for n, p in parameters_of(cls).items() if p.default is p.empty]
+    required = required_names(cls)
     if required and {*required} <= {*arguments}:
         return cls(**{name: arguments[name] for name in required})
     return _made(cls, config)
@@ -269,6 +269,13 @@ def parameters_of(target: Callable[..., Any]) -> dict[str, Parameter]:
             if not any(p.kind is p.VAR_KEYWORD and _passes_on(base, p.name) for p in own):
                 break
     return found
+
+
+def required_names(target: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that a constructor requires."""
+    parameters = inspect.signature(target).parameters.values()
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.default is p.empty and p.kind in named]
 
 
 def _is_size(name: str, cls: type) -> bool:

@@ -127,9 +127,14 @@ def _while_loading() -> Iterator[None]:
 
 def _missing_submodule(error: ImportError) -> str:
     """Return `package.name` if `from package import name` found no such module."""
+    name, package = _missing_name(error), sys.modules.get(error.name or "")
+    return f"{error.name}.{name}" if name and hasattr(package, "__path__") else ""
+
+
+def _missing_name(error: ImportError) -> str:
+    """Return the name that `from module import name` did not find, or ""."""
     name = re.match(r"cannot import name '(\w+)' from", str(error))
-    is_package = hasattr(sys.modules.get(error.name or ""), "__path__")
-    return f"{error.name}.{name[1]}" if name and is_package else ""
+    return name[1] if name else ""
 
 
 def _failed_module(error: BaseException) -> str:
@@ -225,15 +230,14 @@ class _Finder:
 
     def add_name(self, error: ImportError) -> bool:
         """Add the name that an installed module lacks, as in another version than the user's."""
-        name = re.match(r"cannot import name '(\w+)' from", str(error))
-        module = sys.modules.get(error.name or "")
+        name, module = _missing_name(error), sys.modules.get(error.name or "")
         file = getattr(module, "__file__", None)
         if not name or module is None or file is None or is_users(file):
             return False
-        if hasattr(module, name[1]) or module.__name__.partition(".")[0] == "compat":
+        if hasattr(module, name) or module.__name__.partition(".")[0] == "compat":
             return False
-        setattr(module, name[1], _Missing(name[1], (), {"library": f"{error.name}.{name[1]}"}))
-        self.added.append((module, name[1]))
+        setattr(module, name, _Missing(name, (), {"library": f"{error.name}.{name}"}))
+        self.added.append((module, name))
         return True
 
     def remove_names(self) -> None:

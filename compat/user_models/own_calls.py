@@ -17,7 +17,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch import nn
 
 from compat.config import GPT2Config
 from compat.user_code import is_project_top
+from compat.user_models.arguments import required_names
 from compat.user_models.notebook import read_source
 from compat.user_models.synonyms import AMBIGUOUS, CONFIG_CLASSES, size_role, value_of
 from compat.user_models.target import imported
@@ -251,7 +252,8 @@ def own_calls(target: type[nn.Module]) -> list[OwnCall]:
     trees = {str(module.__file__): tree_of(module) for module in modules[:1]}
     values = {n: v for module in reversed(modules) for n, v in list(vars(module).items())}
     required = required_names(target)
-    for file, source in _sources(target):
+    constructor: Callable[..., Any] = target
+    for file, source in _sources(constructor).items():
         is_call = f"{target.__name__}(" in source
         if file not in trees and (is_call or (len(required) > 2 and _names_all(source, required))):
             with contextlib.suppress(SyntaxError):
@@ -264,13 +266,6 @@ def own_calls(target: type[nn.Module]) -> list[OwnCall]:
     return [*{ast.unparse(call.node): call for call in reversed(found)}.values()][::-1][:MOST_CALLS]
 
 
-def required_names(target: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments that a constructor requires."""
-    parameters = inspect.signature(target).parameters.values()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in parameters if p.default is p.empty and p.kind in named]
-
-
 def _names_all(source: str, names: Iterable[str]) -> bool:
     return all(re.search(rf"\b{name}\b", source) for name in names)
 
@@ -281,7 +276,7 @@ def constants_named(target: Callable[..., Any], name: str) -> list[Any]:
     They are assigned to it, or are the value of an argument, a default, an option or an entry.
     """
     trees = [tree_of(module) for module in user_modules(target)]
-    for _, source in _sources(target):
+    for source in _sources(target).values():
         if _names_all(source, [name]):
             with contextlib.suppress(SyntaxError):
                 trees.append(ast.parse(source))
@@ -332,8 +327,9 @@ def _imported(call: ast.Call, tree: ast.Module, folders: list[Path]) -> dict[str
     return found
 
 
-def _sources(target: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """Yield the Python files of the target's project and their source, the nearest first.
+@lru_cache(maxsize=8)  # read for each name whose value is unknown
+def _sources(target: Callable[..., Any]) -> dict[str, str]:
+    """Return the source of the Python files of the target's project, the nearest first.
 
     Files with a class of the same name are left out, which is another one.
 
@@ -346,12 +342,12 @@ def _sources(target: Callable[..., Any]) -> Iterator[tuple[str, str]]:
         for pattern in ("*.py", "*/*.py", "*/*/*.py")[:depth]:
             found |= dict.fromkeys(sorted(folder.glob(pattern)))
     small = (file for file in found if file.stat().st_size <= MOST_BYTES)
+    sources: dict[str, str] = {}
     for file in islice(small, MOST_FILES):
-        source = ""
         with contextlib.suppress(Exception):  # it cannot be read
-            source = read_source(file)
-        if f"class {target.__name__}" not in source:
-            yield str(file), source
+            sources[str(file)] = read_source(file)
+    is_another = f"class {target.__name__}"
+    return {file: source for file, source in sources.items() if is_another not in source}
 
 
 def _calls(
