@@ -24,7 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from compat.adaptation.anatomy.dissect import NoHead
-from compat.adaptation.diagnosis.findings import mixed_types, no_forward, unexplained, unregistered
+from compat.adaptation.diagnosis.findings import (
+    continued,
+    mixed_types,
+    no_forward,
+    unexplained,
+    unregistered,
+)
 from compat.adaptation.diagnosis.proof import end_to_end
 from compat.adaptation.inputs import example_length, find_call
 from compat.adaptation.mapping.assignments import BatchFirst
@@ -41,12 +47,14 @@ from compat.adaptation.tracing.calling import Forward, check_model, method_calls
 from compat.adaptation.tracing.flex_attention import plain_flex_attention
 from compat.adaptation.tracing.plain_lists import registered
 from compat.adaptation.tracing.record import Untraceable
+from compat.adaptation.tracing.state import first_calls
 from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.config import HALF, dtype_name
 from compat.errors import AdaptError
 from compat.parity.check import converted, random_ids
 from compat.parity.reference import Reference
 from compat.user_code import is_users
+from compat.user_models.eval_mode import ModelState
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,8 @@ def _adapt_in_own_type(model: nn.Module, checkpoint: Checkpoint, options: Option
 def _types_replaced(model: nn.Module, to: torch.dtype) -> Iterator[None]:
     """Replace half precision in the globals of the user's code, and in what its modules hold.
 
-    Code such as `x.softmax(-1, dtype=DTYPE)` fails in a converted model otherwise.
+    Code such as `x.softmax(-1, dtype=DTYPE)` fails in a converted model otherwise, and so do caches
+    that are no buffers, and code that sets the default type.
     """
     modules = list(model.modules())
     own = (sys.modules.get(type(module).__module__) for module in modules)
@@ -168,13 +177,17 @@ def _types_replaced(model: nn.Module, to: torch.dtype) -> Iterator[None]:
         (entries, name, value)
         for entries in (owner if isinstance(owner, dict) else vars(owner) for owner in owners)
         for name, value in list(entries.items())
-        if isinstance(value, torch.dtype) and value in HALF
+        if (isinstance(value, torch.dtype) and value in HALF)
+        or (isinstance(value, Tensor) and value.dtype in HALF)
     ]
-    for entries, name, _ in replaced:
-        entries[name] = to
+    for entries, name, value in replaced:
+        entries[name] = value.to(to) if isinstance(value, Tensor) else to
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(to if default in HALF else default)
     try:
         yield
     finally:
+        torch.set_default_dtype(default)
         for entries, name, value in replaced:
             entries[name] = value
 
@@ -188,21 +201,36 @@ def _has_entries(value: object) -> bool:
 def _adapt(model: nn.Module, checkpoint: Checkpoint, options: Options) -> Adaptation:
     """Adapt a model in float32 or float64."""
     config, forward, seconds = checkpoint.config, options.forward, Stages(options.progress)
+    state = ModelState(model)
     with timed(seconds, "trace"):
         ids = random_ids(checkpoint, 0, 2, options.example_length or example_length(config))
         # The first and last ids may be padding ids, which the model masks.
         ids = ids.clamp(min(2, config.vocab_size - 1), max(config.vocab_size - 3, 0))
         call, ids = (forward, ids) if forward else find_call(model, checkpoint, ids)
-        run = Run(model, checkpoint, call, ids, seconds, options.make_reference)
+    run = Run(model, checkpoint, call, ids, seconds, options.make_reference)
+    with first_calls(model, state, call, ids) as changed:
+        adaptation = _judged(run, is_found=forward is None)
+    findings = [continued(model, changed)] if changed else []
+    return replace(adaptation, findings=[*adaptation.findings, *findings])
+
+
+def _judged(run: Run, is_found: bool) -> Adaptation:
+    """Trace, map, prove and diagnose a model.
+
+    Args:
+        run: the model, and how it is called.
+        is_found: whether compat has found how it is called.
+    """
+    with timed(run.seconds, "trace"):
         try:
             graph = run.trace()
         except Untraceable as error:
             return judge_by_calls(run, error)
-    with timed(seconds, "map"):
+    with timed(run.seconds, "map"):
         try:
-            mapped = map_graph(graph, checkpoint)
+            mapped = map_graph(graph, run.checkpoint)
         except BatchFirst as error:
-            if forward is not None:
+            if not is_found:
                 raise
             return judge_batch_first(run, error)
         except NoHead as error:

@@ -19,6 +19,7 @@ from compat.checkpoint import Checkpoint
 from compat.config import GPT2Config
 from compat.errors import AdaptError
 from compat.parity.check import random_ids
+from compat.user_models.accelerators import needs_a_device
 
 # The number of logits up to which a model is called on as many sequences as it expects.
 MOST_LOGITS = 500_000_000
@@ -55,6 +56,8 @@ def find_call(
                 if found.last or not form.time_first:
                     return found, other
             except NoLogitsError as failure:
+                if needs_a_device(failure):
+                    raise
                 length = f") with {other.shape[1]} ids: "
                 longer = longer or [text.replace("): ", length, 1) for text in failure.tried]
             except AdaptError:  # a missing library

@@ -52,10 +52,15 @@ def on_available_device(run: Callable[[], Result]) -> tuple[Result, bool]:
         if is_alone and _NO_GROUP.search(str(error)):
             with _process_group():
                 return on_available_device(run)
-        if not _MISSING.search(str(error)):
+        if not needs_a_device(error):
             raise
     with _OnCpu(), patch.multiple(torch.cuda, **_IDLE):
         return run(), True
+
+
+def needs_a_device(error: BaseException) -> bool:
+    """Return whether an error is that of torch where a device is missing."""
+    return _MISSING.search(str(error)) is not None
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from compat.config import GPT2Config
-from compat.user_models.eval_mode import eval_mode
+from compat.user_models.eval_mode import ModelState, eval_mode
 from compat.user_models.usage import is_users_class, users_globals
 from compat.user_models.vocabulary_argument import Vocabulary
 
@@ -141,15 +141,18 @@ def called(model: nn.Module, config: GPT2Config) -> Any:
     """
     if _needs_more_than_ids(model):
         return None
-    full = torch.arange(config.n_positions)[None] % config.vocab_size
+    full, state = torch.arange(config.n_positions)[None] % config.vocab_size, ModelState(model)
     with eval_mode(model):
         try:
             return model(full[:, :6])
         except Exception:
             for ids in (full, full[0, :6]):
+                state.restore(model)
                 with contextlib.suppress(Exception):
                     return model(ids)
             raise
+        finally:
+            state.restore(model)
 
 
 def _needs_more_than_ids(model: nn.Module) -> bool:

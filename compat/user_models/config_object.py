@@ -29,6 +29,7 @@ from compat.user_models.missing import ReadableDict, Unknown, is_missing
 from compat.user_models.synonyms import (
     AMBIGUOUS,
     CONFIG_CLASSES,
+    NO_ID,
     SIZES,
     is_config_name,
     meanings,
@@ -82,10 +83,15 @@ def known_arguments(
 ) -> dict[str, Any]:
     """Return the checkpoint's values for the parameters of a constructor, or for more `names`.
 
-    A width that the code uses as a factor is the ratio of the MLP's width.
+    A width that the code uses as a factor is the ratio of the MLP's width. The id of a padding
+    token that the checkpoint's vocabulary does not have is replaced by one that no token has.
     """
     numbers = {n for n, p in parameters.items() if type(p.default) is int or p.annotation in INT}
     known = _known_values(cls, names or parameters, config, numbers)
+    for name, parameter in parameters.items():
+        is_number = type(parameter.default) is int and parameter.default >= config.vocab_size
+        if is_number and neutral(name) == (True, NO_ID):
+            known[name] = NO_ID
     return known | {
         name: value_of("ratio", config) for name, parameter in parameters.items()
         if type(parameter.default) is int and parameter.default <= LARGEST_FACTOR
@@ -244,10 +250,10 @@ class ConfigMaker:
         try:
             made = _made(template, {**arguments, **own}, {} if parameters else {**known, **entries})
         except Exception:  # a setting must have the value that it has in a file, or its default
+            needed = {n for n, p in parameters.items() if p.default is Parameter.empty}
             kept = {
                 name: value for name, value in arguments.items()
-                if role_of(name, parameters) in SIZES
-                or parameters[name].default is Parameter.empty
+                if role_of(name, parameters) in SIZES or name in needed
             }  # fmt: skip
             if not in_file and kept == arguments:
                 raise

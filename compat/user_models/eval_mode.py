@@ -1,13 +1,16 @@
-"""Eval mode for a user's model, and back to the modes and the weights that its modules had."""
+"""Eval mode for a user's model, and back to the modes, weights and attributes that it had."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_OF_ALL = {*vars(nn.Module())}  # the attributes that every module has
 
 
 @contextmanager
@@ -46,3 +49,46 @@ def restore_weights(model: nn.Module, weights: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), weights, strict=True):
             parameter.copy_(value)
+
+
+class ModelState:
+    """The attributes and buffers of a model's modules, as they were when this was created.
+
+    It can be a forward pre-hook, which restores them. Tensors that a call writes into keep what was
+    written.
+
+    Args:
+        model: the user's model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.before = [
+            {n: (v, [*v] if isinstance(v, list) else None) for n, v in _attributes(m).items()}
+            for m in model.modules()
+        ]
+
+    def __call__(self, model: nn.Module, *inputs: Any) -> None:
+        self.restore(model)
+
+    def __deepcopy__(self, memo: Any) -> ModelState:
+        return self
+
+    def restore(self, model: nn.Module) -> list[str]:
+        """Restore what has changed, also in a copy of the model, and return the names."""
+        changed: list[str] = []
+        for module, before in zip(model.modules(), self.before, strict=False):
+            now = _attributes(module)
+            for name, (value, entries) in before.items():
+                if entries is not None and len(value) != len(entries):
+                    value[:] = entries
+                elif now.get(name) is value:
+                    continue
+                owner = module._buffers if name in module._buffers else vars(module)
+                owner[name] = value
+                changed.append(name)
+        return list(dict.fromkeys(changed))
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    own = {name: value for name, value in vars(module).items() if name not in _OF_ALL}
+    return own | module._buffers

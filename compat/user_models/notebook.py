@@ -23,6 +23,7 @@ from typing import Any
 
 from compat.errors import AdaptError
 from compat.user_code import translated
+from compat.user_models.accelerators import needs_a_device
 from compat.user_models.missing import Unknown
 from compat.user_models.synonyms import plain, role_of
 from compat.user_models.time_limit import limited_time
@@ -78,7 +79,8 @@ class LazyModule:
 
     A name needs the statements that bind it or change its value, and what these read. Other
     statements, such as a training loop, are never executed. A statement that raises, as one that
-    reads a file that is missing, or that takes too long binds its names to an `Unknown`.
+    reads a file that is missing, or that takes too long binds its names to an `Unknown`, unless
+    it lacks a library or a device.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -151,8 +153,8 @@ class LazyModule:
                 with contextlib.nullcontext() if imports else limited_time():
                     self._run(statement.node, statement.filename)
             except (Exception, SystemExit) as error:
-                if imports:
-                    self._executed -= {*fresh[place:]}  # executed again without the library
+                if imports or needs_a_device(error):  # executed again with a replacement
+                    self._executed -= {*fresh[place:]}
                     raise
                 vars(self.module).update(dict.fromkeys(statement.binds, Unknown(error)))
                 continue

@@ -46,14 +46,14 @@ _PATTERNS = {
     "on": r"(return|output|compute)?logits|(with|use|has|add|include)(lm|output)?head"
     rf"|(with|use|has|add|include)(pos|positions?|positional)({_EMB}|encodings?)?",
     "cap": r"(attn|attention|final|output|score|logits?)*(soft)?cap(ping)?|softcap.*",
-    "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|out|n)*(orconfig.*)?|(n|num)?tokens|(n|num)token"
-    rf"|tokencount|dict(ionary)?size|{_N}words|output{_SIZE}|voc(size|len)"
+    "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|n|in(put)?|out(put)?)*(orconfig.*)?"
+    rf"|(n|num)?tokens|(n|num)token|tokencount|dict(ionary)?size|{_N}words|output{_SIZE}|voc(size|len)"
     r"|(alphabet|charset|lexicon)size|(n|num)(unique)?(chars|characters|symbols)"
     r"|(n|num)?unique(tokens|words)",
     "ratio": r"(mlp|ffn?|ffdim|hidden|dim|inner|forward|widening)(ratio|mult(iplier)?|factor)"
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(q|k|qk|v)?(per)?head"
-    r"|d(im)?(k|v|q|qk|key|value)|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)|querypreattn(scalar|norm)",
+    r"|d(im)?(k|v|q|qk|qkv|key|value)|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)|querypreattn(scalar|norm)",
     # As many groups of queries as heads are not grouped.
     "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh"
     r"|(n|num)?(kv|query|keyvalue)groups?",
@@ -69,11 +69,13 @@ _PATTERNS = {
     r"|(pos|positions?|ctx|context|seq|sequence)capacity"
     r"|(len|length|size)(of)?(pos|positions?|ctx|context|seq|sequence)",
     "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?h(id(dens?)?)?{_SIZE}?)?|nhid"
+    r"|proj(ection)?forward"
     rf"|(pf|fc|ffnn|feedfwd|fwd|forward|filter|mid(dle)?|expert){_SIZE}"
     r"|(d|dim)(pf|fc|ffnn|mid|expert)",
     "n_embd": rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
     rf"|(model|residual|input|tok(en)?|feature|vec(tor)?|latent|chan(nel)?){_SIZE}"
     rf"|{_N}dims?|{_N}(channels|features)|n?width|nstate"
+    rf"|(word)?{_EMB}proj(ection)?{_SIZE}"
     rf"|ninp|emsize|normalizedshape|d(in|out)|(len|length|size)(of)?({_EMB}|model)",
 }  # fmt: skip
 # Words of sizes in Spanish, Portuguese, French and German.
@@ -102,7 +104,9 @@ _OPPOSITES = {"off": "on", "on": "off"} | dict.fromkeys(
 _COMPILED = [(role, re.compile(pattern)) for role, pattern in _PATTERNS.items()]
 _WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?|hdim|d(im)?hidn?")
 # The width of the keys of one head, or of all heads.
-_KEYS = re.compile(r"(d(im)?|n)(k|q|v|qk|key|query|value)s?|(query)?(key|query|value)s?(dim|size)")
+_KEYS = re.compile(
+    r"(d(im)?|n)(k|q|v|qk|qkv|key|query|value)s?|(query)?(key|query|value)s?(dim|size)"
+)
 # The second role applies if another name beside it has the first role.
 _TWO_ROLES: list[tuple[re.Pattern[str], str, str | None]] = [
     (_WIDE, "n_embd", "d_inner"),
@@ -125,17 +129,18 @@ _EMBEDDING = re.compile(rf"(tok(en)?|word|input)?{_EMB}|{_EMB}(tok(en)?|word)s?|
 _LETTERS = {"v": "vocab_size", "t": "n_positions", "c": "n_embd", "d": "n_embd", "e": "n_embd"} | {
     "l": "n_layer", "n": "n_layer", "h": "n_head", "p": "resid_pdrop", "s": "n_positions"
 }  # fmt: skip
+NO_ID = -1  # of a padding token, so that a padding mask masks nothing
 # Values for arguments that do not affect the logits.
-_NEUTRAL: dict[str, Any] = {
-    # No id is −1, so a padding mask masks nothing.
-    "padid": -1, "ipad": -1, "padidx": -1, "paddingidx": -1, "padtokenid": -1, "padtoken": -1,
+_NEUTRAL: dict[str, Any] = dict.fromkeys(
+    ("padid", "ipad", "padidx", "paddingidx", "padtokenid", "padtoken"), NO_ID
+) | {
     "modeltype": None, "name": "gpt2", "batchsize": 1, "batch": 1, "learningrate": 1e-3,
     "lr": 1e-3, "weightdecay": 0.0, "verbose": False, "debug": False, "seed": 0, "usecache": False,
     "kvcache": False, "gradientcheckpointing": False, "outputattentions": False,
     "outputhiddenstates": False, "usereturndict": False, "betas": (0.9, 0.999),
     "tokenizer": None, "tokeniser": None, "logger": None,
     "dtype": torch.float32, "torchdtype": torch.float32, "paramdtype": torch.float32,
-    "theta": 10000.0, "torch": torch, "nn": torch.nn,
+    "lorarank": 8, "lorar": 8, "loraalpha": 8, "theta": 10000.0, "torch": torch, "nn": torch.nn,
 }  # fmt: skip
 _NEUTRAL_PATTERNS = {re.compile(pattern): value for pattern, value in {
     # The score of masked tokens is finite, for code that multiplies it by the mask.
@@ -295,7 +300,7 @@ def value_of(role: str, config: GPT2Config) -> Any:
         "max_batch": _most_rows(config),
     }
     if role == "pad_token_id" and config.pad_token_id is None:
-        return -1
+        return NO_ID
     if role in ("bos_token_id", "eos_token_id") and getattr(config, role) is None:
         return config.vocab_size - 1  # a number, because code may compare ids with it
     return ours[role] if role in ours else getattr(config, role)

@@ -81,6 +81,7 @@ SMALL = GPT2Config(
 # A context that is shorter than most sizes by which a mask may be cut by mistake: the length with
 # which `adapt` usually traces a model.
 SHORT = 13
+COMPUTED = ("d_inner", "d_head", "n_head")  # sizes that code may compute from others
 WIDTHS = ("d_inner", "n_embd", "d_head", "n_head")  # of the same matrices
 ASCENDING = ("n_layer", "n_head", "n_positions", "n_embd", "vocab_size")  # usually
 POSITIONS = re.compile("rope|rotary|alibi|sinus")
@@ -362,9 +363,10 @@ class Search:
         """Yield the user's switches, and other values for single arguments and entries of configs.
 
         The name of a model may replace the sizes, a size may be None where only a script sets it,
-        an attribute that is read with a default may be one that other classes read, code that casts
-        to bfloat16 needs such parameters, and the number of heads may be written in the code, as in
-        `x.view(B, T, 8, -1)`.
+        and the code may compute what is None by default. An attribute that is read with a default
+        may be one that other classes read, code that casts to bfloat16 needs such parameters, code
+        may want fewer heads of keys than of queries, and the number of heads may be written in it,
+        as in `x.view(B, T, 8, -1)`.
         """
         yield self._own_switches(self.config)
         entries = self._entries()
@@ -375,6 +377,9 @@ class Search:
         for name in parameters_of(self.target):
             defaulted = {f"{name}.{entry}" for entry in reads(self.target, name).with_default}
             yield from (nested({entry: None}) for entry in sorted(defaulted & {*entries}))
+        on = [name for name, value in entries.items() if value is True]
+        needless = [name for name in on if neutral(last_part(name)) == (True, False)]
+        yield nested(dict.fromkeys(needless, False))  # such as gradient checkpointing
         presets = [name for name in entries if plain(last_part(name)) == "modeltype"]
         yield nested(dict.fromkeys(presets))
         types = [name for name, value in entries.items() if value is torch.float32]
@@ -384,8 +389,22 @@ class Search:
         known |= {name: torch.device("cpu") for name in optional if role_of(name) == "device"}
         yield from ({name: value} for name, value in known.items())
         heads = [name for name in entries if role_of(last_part(name)) == "n_head"]
+        of_keys = [name for name in heads if "kv" in plain(last_part(name))]
+        yield nested(dict.fromkeys(of_keys, self.config.n_head // 2))
         divisors = [n for n in self._numbers(2, 64) if self.config.n_embd % n == 0]
         yield from (nested(dict.fromkeys(heads, n)) for n in divisors if heads)
+        names, unset = [*map(last_part, entries)], sorted(entries.keys() & self._unset())
+        computed = (name for name in unset if role_of(last_part(name), names) in COMPUTED)
+        yield from (nested({name: None}) for name in computed)
+
+    def _unset(self) -> set[str]:
+        """Return the arguments, and the entries of config classes, whose default is None."""
+        found = {name for name, p in parameters_of(self.target).items() if p.default is None}
+        with contextlib.suppress(AdaptError):
+            for name, made in self._arguments_in(self.config).items():
+                unset = (key for key in entries_of(made) if getattr(type(made), key, made) is None)
+                found |= {f"{name}.{key}" for key in unset}
+        return found
 
     def _entries(self) -> dict[str, Any]:
         """Return the arguments in the checkpoint's sizes and their entries, if all are known."""

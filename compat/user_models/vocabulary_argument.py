@@ -30,6 +30,8 @@ _ID = re.compile(r".*(id|idx|index|token)")
 _LOOKUP = re.compile(
     r"(convert)?(tok(en)?s?|pieces?|words?)to(ids?|idx|index)|encode|index|get|lookup.*"
 )
+# Names of methods of a tokenizer that no constructor calls.
+_TEXT = re.compile("(batch)?decode|tokenize|encodebatch")
 # Names of arguments that may be such an object.
 _NAMES = re.compile(
     rf".*(vocab(ulary)?|tokeni[sz]ers?|dictionary|data(set)?|corpus)|{_TABLE.pattern}"
@@ -75,6 +77,8 @@ class Vocabulary:
             raise AttributeError(name)
         if short.startswith("add"):  # add_special_tokens
             return lambda *_, **__: 0
+        if _TEXT.fullmatch(short):
+            return lambda *_, **__: []
         if _LOOKUP.fullmatch(short):
             return lambda token="", *_: self._id(token)
         if _TABLE.fullmatch(short):

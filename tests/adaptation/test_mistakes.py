@@ -3381,3 +3381,38 @@ class GPT("""
     found = only_finding(adapted(tiny, tmp_path, edits), "no_pos")
     lines = [found.source_line] if "Parameter" in table else further_lines(found)
     assert "x = self.tok_emb(ids)" in lines
+
+
+COUNTER = [
+    (HEAD, f"        self.start = 0\n{HEAD}"),
+    (
+        "torch.arange(T, device=ids.device)",
+        "torch.arange(self.start, self.start + T) % len(self.pos_emb.weight)",
+    ),
+    ("        x = self.final_norm(x)", "        self.start += T\n        x = self.final_norm(x)"),
+]
+CACHE = [
+    ("        self.drop = nn", "        self.past = None\n        self.drop = nn"),
+    ("        values = self.W_value(x)\n", """        values = self.W_value(x)
+        if self.past is not None:
+            values = values + self.past.mean()
+        self.past = values
+"""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("edits", "name"), [(COUNTER, "start"), (CACHE, "past")])
+def test_calls_that_depend_on_earlier_calls_are_reported(
+    tiny: Path, tmp_path: Path, edits: Edits, name: str
+) -> None:
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert adaptation
+    found = only_finding(adaptation, "continued")
+    assert found.severity == "limit" and f"changes self.{name}," in found.message
+    assert (found.source_line or "").startswith(f"self.{name} ")
+
+
+def test_a_position_that_the_model_keeps_is_no_offset(tiny: Path, tmp_path: Path) -> None:
+    """Other deviations are found as in a first call."""
+    adaptation = adapted(tiny, tmp_path, [*COUNTER, (GELU, "F.gelu(self.up(x))")])
+    assert {f.code for f in adaptation.deviations} == {"erf_gelu"}

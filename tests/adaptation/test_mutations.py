@@ -56,6 +56,7 @@ FEW_STYLES = {
     "weights_changed": "test_mistakes.py writes to the embedding",
     "batch_first": "test_mistakes.py calls nn.MultiheadAttention with (B, T, C)",
     "no_head": "test_odd_models.py returns hidden states",
+    "continued": "test_mistakes.py keeps a position and a cache in the modules",
     "mixed_types": "test_mistakes.py and test_odd_models.py mix data types",
     "wrong_gradient": "test_gradients.py detaches residuals and breaks backward passes",
     "kv_cache": "test_kv_cache.py has caches of two kinds",

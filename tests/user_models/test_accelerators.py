@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from compat import AdaptError
+from compat import AdaptError, adapt
 from compat.user_code import translated
-from compat.user_models import on_available_device
+from compat.user_models import load_target, on_available_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has the device")
 
@@ -65,3 +68,42 @@ def test_another_error_is_raised_without_a_second_attempt() -> None:
     with pytest.raises(AdaptError, match="no attention"):
         on_available_device(fails)
     assert calls == [1]
+
+
+def test_a_statement_that_needs_a_device_is_executed_again(tmp_path: Path) -> None:
+    """A script of which only what the class needs is executed, because its data is missing."""
+    file = tmp_path / "train.py"
+    file.write_text("""
+import torch
+
+scale = torch.ones(3).to("cuda")
+text = open("missing.txt").read()
+
+
+class GPT(torch.nn.Module):
+    def forward(self, ids):
+        return scale
+""")
+
+    def scale() -> Tensor:
+        found: Tensor = load_target(f"{file}:GPT", [])().forward(None)
+        return found
+
+    found, replaced = on_available_device(scale)
+    assert replaced and torch.equal(found, torch.ones(3))
+
+
+def test_a_device_that_only_a_single_sequence_needs_is_replaced(tiny: Path) -> None:
+    """The model fails otherwise before, because it takes ids (T,)."""
+
+    class OfOneSequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model: Any = GPT2LMHeadModel(GPT2Config.from_pretrained(tiny))
+
+        def forward(self, ids: Tensor) -> Any:
+            (T,) = ids.shape
+            return self.model(ids[None] + torch.zeros(T).to("cuda").long()).logits[0]
+
+    adaptation, replaced = on_available_device(lambda: adapt(OfOneSequence(), tiny))
+    assert replaced and adaptation

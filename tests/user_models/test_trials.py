@@ -451,3 +451,55 @@ def test_an_unknown_entry_has_the_value_that_the_users_code_gives_its_name(
     assert model.cfg.quick == "fast"
     model, _ = built(tmp_path, source)
     assert "quick" not in model.cfg
+
+
+FIELDS = """
+from dataclasses import dataclass
+from typing import Optional
+
+@dataclass
+class Config:
+    vocab_size: int = 5
+    block_size: int = 8
+    n_embd: int = 6
+    n_head: int = 8
+    n_kv_heads: int = 2
+    n_layer: int = 1
+    hidden_dim: Optional[int] = None
+    gradient_checkpointing: bool = True
+    padding_idx: int = 50_257
+"""
+LATE = "self.cfg, width"  # the first statement of a constructor in `KNOWN`
+
+
+@pytest.mark.parametrize(
+    ("statement", "entry", "value"),
+    [
+        ("assert cfg.n_kv_heads < cfg.n_head", "n_kv_heads", 2),
+        ("assert cfg.hidden_dim is None", "hidden_dim", None),
+        ("assert not cfg.gradient_checkpointing", "gradient_checkpointing", False),
+        ("nn.Embedding(cfg.vocab_size, 1, padding_idx=cfg.padding_idx)", "padding_idx", -1),
+    ],
+)
+def test_a_value_with_which_the_code_runs_is_found(
+    tmp_path: Path, statement: str, entry: str, value: object
+) -> None:
+    source = KNOWN.replace(LATE, f"{statement}; {LATE}")
+    model, call = built(tmp_path, FIELDS + source)
+    assert getattr(model.cfg, entry) == value and model.cfg.n_embd == 24
+    assert (f"; your code only runs with cfg.{entry}={value}" in call) == (entry != "padding_idx")
+    assert built(tmp_path, FIELDS + KNOWN)[0].cfg.n_kv_heads == 4
+
+
+def test_a_setting_for_which_a_config_class_has_keywords_may_be_refused(tmp_path: Path) -> None:
+    config = """
+class Config:
+    def __init__(self, vocab_size=5, n_embd=6, n_head=2, n_layer=1, dropout=0.3, **more):
+        assert dropout == 0.3 and "bias" not in more
+        self.vocab_size, self.n_embd, self.n_layer = vocab_size, n_embd, n_layer
+
+    block_size, bias = 8, False
+"""
+    source = KNOWN.replace("cfg):", "cfg: Config):").replace(LATE, f"cfg.bias; {LATE}")
+    model, _ = built(tmp_path, config + source)
+    assert model.cfg.n_embd == 24

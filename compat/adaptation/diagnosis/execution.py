@@ -213,6 +213,12 @@ CODES.update(
         "widest type for the comparison",
         "model.float()",
     ),
+    continued=Code(
+        "limit",
+        "a call of the model changes {found}, and the next call continues from there, so the same "
+        "ids get other logits; compat restored the values before each call",
+        "Restore self.{name} before each new sequence.",
+    ),
     train_mode=Code(
         "info",
         "the constructor leaves the model in training mode, in which dropout is applied",

@@ -90,6 +90,9 @@ EXPLANATIONS = {
     "the batch, each token attends to itself alone.",
     "no_head": "The head turns the last hidden states into a score for each token of the "
     "vocabulary. Without it, the model predicts nothing. GPT-2's head is the token embedding.",
+    "continued": "GPT-2's logits depend on nothing but the ids of one call. A position or a KV "
+    "cache that the modules keep has to be reset, or else a new text is read as the end of the "
+    "last one.",
     "mixed_types": "An operation on two data types either fails or converts one of them. The "
     "copy in one type shows whether the code is correct, and the comparison in the model's own "
     "types shows how much accuracy they cost.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -91,6 +92,14 @@ def mixed_types(model: nn.Module) -> Finding:
     evidence = "a copy that agrees is compared in its own types as well"
     values = {"found": found}
     return finding(Deviation(None, [place], values, evidence=evidence, code="mixed_types"))
+
+
+def continued(model: nn.Module, changed: Sequence[str]) -> Finding:
+    """Return the finding for a model whose calls change attributes that later calls read."""
+    named = "|".join(map(re.escape, changed))
+    lines = source.mentions(model, rf"\bself\.({named})\b[^=(]*[-+*]?=[^=]")
+    values = {"found": listed([f"self.{name}" for name in changed]), "name": changed[0]}
+    return finding(Deviation(None, lines[::-1], values, code="continued"))
 
 
 def unregistered(model: nn.Module, lists: Sequence[PlainList]) -> list[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import re
 import textwrap
@@ -21,6 +20,7 @@ from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.result import Finding
 from compat.adaptation.tracing.calling import CallSignature, describe_error, plain_kernels
 from compat.adaptation.tracing.graph import Place
+from compat.adaptation.tracing.state import as_constructed
 from compat.adaptation.tracing.watched import AlignedCausalMask
 from compat.parity.outputs import find_logits
 from compat.parity.reference import Reference
@@ -121,7 +121,7 @@ class Decoding:
         """
         protocol, model = self.protocol, self.model
         if protocol.cache is None:  # the modules keep it
-            model = copy.deepcopy(model)
+            model = as_constructed(model)
             for name, method in inspect.getmembers(model, inspect.ismethod):
                 if RESET.fullmatch(plain(name)) and not inspect.signature(method).parameters:
                     method()
