@@ -361,12 +361,13 @@ class ConfigMaker:
         in_file = None if best else config_in_files(self.cls, usage.names)
         if in_file is None:
             return best
-        # An integer without a role may be a size of a model of another width. A script replaces the
-        # name of a data type by the type, if the model does not.
+        # An integer without a role may be a size of a model of another width, unless it is how far
+        # attention reaches. A script replaces the name of a data type by the type, if the model
+        # does not.
         as_names = "getattr(torch" in modules_text(self.cls)
         entries = {
             n: v for n, v in in_file[1].items()
-            if (type(v) is not int or role_of(n))
+            if (type(v) is not int or role_of(n) or "window" in plain(n))
             and (as_names or type(v) is not str or not isinstance(neutral(n)[1], torch.dtype))
         }  # fmt: skip
         return _readable(entries)

@@ -76,11 +76,13 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
         changed, by_use, aliases = False, _roles_by_use(modules), _roles_of_aliases(modules)
         by_use |= (in_tables := _roles_in_embeddings(modules))
         aliases |= {name: role for name, role in in_tables.items() if is_ambiguous_size(name)}
+        repeated = set[str]().union(*(_repeated(tree_of(module)) for module in modules))
         arguments = {name for module in modules for name in _constructor_arguments(module)}
         for module in modules:
             for value in list(vars(module).values()):
                 for owner, entries in _configs(value):
-                    changed |= _resize(owner, entries, config, undo)
+                    layers = _number_of_layers(entries, repeated)
+                    changed |= _resize(owner, entries, config, undo, aliases=layers)
             changed |= _resize(vars(module), vars(module), config, undo, by_use, aliases, arguments)
             for name, value in _undefined(module, config).items():
                 _replace(vars(module), name, value, undo)
@@ -276,6 +278,32 @@ def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
             if name in found and not isinstance(value, ast.Constant):
                 found[name].add(None)
     return {name: role for name, (role, *more) in found.items() if role in SIZES and not more}
+
+
+@lru_cache(maxsize=64)
+def _repeated(tree: ast.Module) -> frozenset[str]:
+    """Return the names of the numbers in `[Block(config) for _ in range(config.depth)]`."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ListComp(ast.Call(), [ast.comprehension(iter=times)]) | ast.GeneratorExp(
+                ast.Call(), [ast.comprehension(iter=times)]
+            ):
+                match times:
+                    case ast.Call(ast.Name("range"), [ast.Attribute(attr=name)]):
+                        found.add(name)
+                    case ast.Call(ast.Name("range"), [ast.Subscript(_, ast.Constant(str(name)))]):
+                        found.add(name)
+    return frozenset(found)
+
+
+def _number_of_layers(entries: Mapping[Any, Any], repeated: Collection[str]) -> dict[str, str]:
+    """Return the role of the only repeated number of a config of sizes, if no other name has it."""
+    numbers = [n for n, v in entries.items() if isinstance(n, str) and type(v) is int]
+    unknown = [n for n in numbers if n in repeated and role_of(n, numbers) is None]
+    if len(unknown) > 1 or not takes_sizes(numbers) or "n_layer" in map(role_of, numbers):
+        return {}
+    return dict.fromkeys(unknown, "n_layer")
 
 
 def _roles_in_embeddings(modules: Sequence[ModuleType]) -> dict[str, str]:

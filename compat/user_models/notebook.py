@@ -15,7 +15,7 @@ import sys
 import tokenize
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -392,9 +392,17 @@ def _needed(statements: list[Statement], name: str) -> set[int]:
 
     These are all that bind or change it, and up to its last definition those that bind or change
     the names which they read, in turn. For names that are bound only after it, these later
-    statements are used. An import needs what changes `sys.path`.
+    statements are used. An import needs what changes `sys.path`. A definition of a class that is
+    never called after it does not replace one that is.
     """
-    last = max(i for i, statement in enumerate(statements) if name in statement.binds)
+    binding = [i for i, statement in enumerate(statements) if name in statement.binds]
+    calls = [i for i, statement in enumerate(statements) if _calls(statement.node, name)]
+    called = [i for i in binding if i < max(calls, default=0)]
+    last = max(called or binding)
+    if unused := [i for i in binding if i > last]:
+        statements = [*statements]
+        for i in unused:
+            statements[i] = replace(statements[i], binds=statements[i].binds - {name}, reads=set())
     earlier = set[str]().union(*(statement.binds for statement in statements[: last + 1]))
     bound = earlier.union(dir(builtins), *(statement.binds for statement in statements))
     names, found = {name}, set[int]()
@@ -409,6 +417,14 @@ def _needed(statements: list[Statement], name: str) -> set[int]:
             names |= {"sys"} & bound
         if not names <= bound:
             names.add("*")
+
+
+def _calls(node: ast.stmt, name: str) -> bool:
+    """Return whether a statement that defines no function or class calls what has a name."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return False
+    functions = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
+    return any(isinstance(each, ast.Name) and each.id == name for each in functions)
 
 
 def _separate(node: ast.stmt) -> list[ast.stmt]:

@@ -35,7 +35,8 @@ _PATTERNS = {
     "activation_function": r"(hidden)?act(ivation)?(fn|function|type|name)?|nonlinearity|afn",
     "pre_norm": r"(is|use)?pre(layer)?(norm(ali[sz]ation)?|ln)|normfirst"
     r"|((en|de)coder)?normali[sz]ebefore",
-    "causal": r"(is|use|apply|with)?causal((self)?(attention|attn))?(mask(ing)?)?|masked",
+    "causal": r"(is|use|apply|with)?causal((self)?(attention|attn))?(mask(ing)?)?|masked"
+    r"|(use|apply|with)?mask(ed|ing)?(self)?(attention|attn)",
     "residual": r"(with|use|has)?(residuals?|skip)(connections?)?",
     "device": r"device",
     "max_batch": r"max(imum)?(kv)?(cache)?batch(size)?",
@@ -58,7 +59,7 @@ _PATTERNS = {
     "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh"
     r"|(n|num)?(kv|query|keyvalue)groups?",
     "n_layer": r".*(layers|blocks|decoders|stacks)(total)?"
-    r"|(n(?!orm)|num).*(layer|block|decoder|stack)|layer|(layer|block|decoder)s?n"
+    r"|(n(?!orm)|num).*(layer|block|decoder|stack)|(n|num)trans(former)?s?|layer|(layer|block|decoder)s?n"
     r"|(decoder|transformer|attn|attention)?(layer|block|decoder)s?(count|num|number)"
     r"|(model|decoder|transformer|net|network)?depth|nl",
     "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"

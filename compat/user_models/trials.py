@@ -36,6 +36,7 @@ from torch.nn.parameter import is_lazy
 
 from compat.config import GPT2Config
 from compat.errors import AdaptError
+from compat.parity.outputs import find_logits
 from compat.user_code import exception_report
 from compat.user_models.arguments import (
     UnknownArguments,
@@ -56,6 +57,7 @@ from compat.user_models.entries import (
     nested,
     only,
 )
+from compat.user_models.eval_mode import eval_mode
 from compat.user_models.missing import ReadableDict
 from compat.user_models.module_sizes import resized
 from compat.user_models.own_calls import own_calls
@@ -270,6 +272,7 @@ class Search:
         self.chosen |= best
         for name in filter(code.is_boolean, best):
             self._turn_if_more_is_used(name)
+            self._turn_if_causal(name)
         return bool(best)
 
     def _turn_if_more_is_used(self, name: str) -> None:
@@ -278,6 +281,20 @@ class Search:
         with contextlib.suppress(Exception, SystemExit):
             (used, every), (more, same) = map(self._used, ({}, turned))
             self.chosen |= turned if more > used and every == same else {}
+
+    def _turn_if_causal(self, name: str) -> None:
+        """Give a switch its other value if tokens attend to later ones only without it."""
+        turned = {name: constant(not self.chosen[name](self.small))}
+        with contextlib.suppress(Exception, SystemExit):
+            self.chosen |= turned if self._is_causal(turned) and not self._is_causal({}) else {}
+
+    def _is_causal(self, more: Mapping[str, Value]) -> bool:
+        """Return whether the last token changes no logits but its own."""
+        model = self.run(self.small, arguments_with({**self.chosen, **more}, self.small))[0]
+        ids = torch.arange(6)[None]
+        with resized(self.target, self.small), eval_mode(model):
+            one, two = (find_logits(model(each), ids) for each in (ids, ids.clamp(max=4)))
+        return torch.equal(one[:, :-1], two[:, :-1])
 
     # Switches.
 
@@ -430,8 +447,13 @@ class Search:
         return {}
 
     def _numbers(self, least: int, most: int) -> list[int]:
-        """Return the integers in the user's code between these, the most common first."""
-        constants = [n.value for n in users_nodes(self.target) if isinstance(n, ast.Constant)]
+        """Return the integers in the user's code between these but seeds, the most common first."""
+        nodes = list(users_nodes(self.target))
+        seeds = {
+            id(argument) for node in nodes if isinstance(node, ast.Call)
+            if "seed" in ast.unparse(node.func) for argument in node.args
+        }  # fmt: skip
+        constants = [n.value for n in nodes if isinstance(n, ast.Constant) and id(n) not in seeds]
         numbers = Counter(n for n in constants if type(n) is int and least <= n <= most)
         return [number for number, _ in numbers.most_common(12)]
 

@@ -1051,6 +1051,18 @@ def test_a_config_is_read_from_a_file(tmp_path: Path, where: str) -> None:
     assert built.other == "gelu" and f"your {file.name} has act='relu'" in call
 
 
+def test_how_far_attention_reaches_is_read_from_a_file(tmp_path: Path) -> None:
+    """Other integers without a role may be sizes of a model of another width."""
+    entries = {"vocab": 5, "width": 6, "ctx": 7, "window": 900, "sliding_window": 800, "other": 3}
+    (tmp_path / "config.yaml").write_text(json.dumps(entries))
+    source = IN_A_FILE.replace("**cfg.norm", "").replace("cfg.act,", "cfg.get('other', 1),")
+    source = source.replace(
+        "self.norm =", "self.reach = cfg.get('sliding_window', 2)\n        self.norm ="
+    )
+    built, _ = own_file.described(tmp_path, source)
+    assert (built.reach, built.other) == (800, 1)
+
+
 def test_an_argument_annotated_as_an_embedding_is_one(tmp_path: Path) -> None:
     source = gpt(
         ", embed: nn.Embedding, positions: 'nn.Embedding', dim, depth, heads",

@@ -360,3 +360,38 @@ def test_threads_can_build_models_of_different_sizes(modules: list[ModuleType]) 
         thread.join()
     assert built == {layers: {(97, 32, 24, layers, 4)} for layers in (1, 2, 3)}
     assert state(modules) == before
+
+
+def test_the_number_of_layers_of_a_config_that_the_constructor_makes_is_found(
+    tmp_path: Path,
+) -> None:
+    """No other number is repeated, or else none is taken for it."""
+    text = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class Sizes:
+    n_vocab: int = 5
+    n_ctx: int = 6
+    width: int = 8
+    copies: int = 2
+    more: int = 2
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c = c = Sizes()
+        self.wte, self.wpe = nn.Embedding(c.n_vocab, c.width), nn.Embedding(c.n_ctx, c.width)
+        self.layers = nn.ModuleList([nn.Linear(c.width, c.width) for _ in range(c.copies)])
+
+    def forward(self, ids):
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+        return x @ self.wte.weight.T
+"""
+    model = build(tmp_path, text)
+    assert len(model.layers) == 3 and model.c.more == 2
+    several = text.replace(" for _ in range(c.copies)]", " for _ in range(c.copies)] + "
+                           "[nn.Linear(1, 1) for _ in range(c.more)]")  # fmt: skip
+    assert len(build(tmp_path, several).layers) == 4

@@ -402,6 +402,15 @@ def test_a_notebook_may_write_its_modules(tmp_path: Path) -> None:
     check_refused(f"{notebook(tmp_path, written.replace('.py', '.txt'), use)}:GPT", "parts")
 
 
+def test_a_class_of_a_notebook_is_that_of_its_last_call(tmp_path: Path) -> None:
+    """The cells below define it again for another purpose, and never call it."""
+    cells = [GPT, "model = GPT()", f"# again\n{GPT}"]
+    cls = load_target(f"{notebook(tmp_path, *cells)}:GPT")
+    assert cls.__init__.__code__.co_filename.endswith("#cell-1")
+    cls = load_target(f"{notebook(tmp_path, *cells, 'GPT()')}:GPT")
+    assert cls.__init__.__code__.co_filename.endswith("#cell-3")
+
+
 @pytest.mark.parametrize("quote", ["'", '"'])
 def test_an_f_string_may_contain_its_own_quotes(tmp_path: Path, quote: str) -> None:
     """Python 3.12 accepts this; the lines and columns of the other code must not change."""

@@ -503,3 +503,26 @@ class Config:
     source = KNOWN.replace("cfg):", "cfg: Config):").replace(LATE, f"cfg.bias; {LATE}")
     model, _ = built(tmp_path, config + source)
     assert model.cfg.n_embd == 24
+
+
+@pytest.mark.parametrize("name", ["hide", "later"])
+def test_an_unknown_switch_hides_later_tokens(tmp_path: Path, name: str) -> None:
+    """The number of parameters does not depend on it."""
+    hidden = f"(self.{name} is {name == 'hide'})"
+    source = KNOWN.replace("def __init__(self, cfg)", f"def __init__(self, {name}: bool, cfg)")
+    source = source.replace(LATE, f"self.{name} = {name}; {LATE}")
+    source = source.replace(
+        "self.head(x", f"self.head(x.cumsum(1) if {hidden} else x + x.mean(1, True)"
+    )
+    model, _ = built(tmp_path, source.replace("if True else x + 1", ""))
+    assert getattr(model, name) is (name == "hide")
+
+
+def test_a_seed_is_not_a_width(tmp_path: Path) -> None:
+    source = KNOWN.replace(
+        LATE, f"assert f'{{cfg.n_embd}}' == '123'; torch.manual_seed(123); {LATE}"
+    )
+    with pytest.raises(AdaptError, match="assert"):
+        built(tmp_path, source)
+    model, call = built(tmp_path, source.replace("manual_seed", "arange"))
+    assert model.tok.embedding_dim == 123 and "your code runs in width 123" in call
