@@ -83,7 +83,10 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
                 for owner, entries in _configs(value):
                     layers = _number_of_layers(entries, repeated)
                     changed |= _resize(owner, entries, config, undo, aliases=layers)
-            changed |= _resize(vars(module), vars(module), config, undo, by_use, aliases, arguments)
+            own_aliases = aliases | _number_of_layers(vars(module), repeated)
+            changed |= _resize(
+                vars(module), vars(module), config, undo, by_use, own_aliases, arguments
+            )
             for name, value in _undefined(module, config).items():
                 _replace(vars(module), name, value, undo)
             for _, owner, key, value in _undefined_entries(module, modules, config):
@@ -290,15 +293,20 @@ def _repeated(tree: ast.Module) -> frozenset[str]:
                 ast.Call(), [ast.comprehension(iter=times)]
             ):
                 match times:
-                    case ast.Call(ast.Name("range"), [ast.Attribute(attr=name)]):
-                        found.add(name)
-                    case ast.Call(ast.Name("range"), [ast.Subscript(_, ast.Constant(str(name)))]):
+                    case ast.Call(
+                        ast.Name("range"),
+                        [
+                            ast.Name(name)
+                            | ast.Attribute(attr=name)
+                            | ast.Subscript(_, ast.Constant(str(name)))
+                        ],
+                    ):
                         found.add(name)
     return frozenset(found)
 
 
 def _number_of_layers(entries: Mapping[Any, Any], repeated: Collection[str]) -> dict[str, str]:
-    """Return the role of the only repeated number of a config of sizes, if no other name has it."""
+    """Return the role of the only repeated number among sizes, if no other name has it."""
     numbers = [n for n, v in entries.items() if isinstance(n, str) and type(v) is int]
     unknown = [n for n in numbers if n in repeated and role_of(n, numbers) is None]
     if len(unknown) > 1 or not takes_sizes(numbers) or "n_layer" in map(role_of, numbers):

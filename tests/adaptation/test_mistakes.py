@@ -2087,8 +2087,11 @@ def test_tokens_may_be_routed_to_experts(tiny: Path, tmp_path: Path) -> None:
     bias = [("nn.Linear(dim, 2 * dim)", "nn.Linear(dim, 2 * dim, bias=False)"),
             ("nn.Linear(2 * dim, dim)", "nn.Linear(2 * dim, dim, bias=False)"),
             ("nn.Linear(dim, 3)", "nn.Linear(dim, 3, bias=False)")]  # fmt: skip
+    glu = [("gate, self.up = nn.Linear(dim, 2 * dim), nn.Linear(dim, 2 * dim)",
+            "up = nn.Linear(dim, 4 * dim)"),
+           ("F.silu(self.gate(x)) * self.up(x)", "F.glu(self.up(x))")]  # fmt: skip
     for edits, more in (
-        ([], set()), (latent, {"latent_attention"}), (bias, {"no_mlp_bias"}),
+        ([], set()), (glu, set()), (latent, {"latent_attention"}), (bias, {"no_mlp_bias"}),
         ([("F.silu(self.gate(x)) * self.up(x)", "F.relu(self.up(x))")], {"relu"}),
     ):  # fmt: skip
         adaptation = adapted(tiny, tmp_path, [*experts, *edits])
@@ -2096,7 +2099,10 @@ def test_tokens_may_be_routed_to_experts(tiny: Path, tmp_path: Path) -> None:
         more |= set() if "relu" in more else {"gated_mlp"}
         assert found - {"unused_parameters"} == {"unknown_mlp", *more}
         if "gated_mlp" in found:
-            assert "SwiGLU" in only_finding(adaptation, "gated_mlp").message
+            assert (
+                f"as in {'GLU' if edits is glu else 'SwiGLU'})"
+                in only_finding(adaptation, "gated_mlp").message
+            )
         if "no_mlp_bias" in found:
             line = only_finding(adaptation, "no_mlp_bias").source_line or ""
             assert line.startswith("self.gate, self.up = nn.Linear")

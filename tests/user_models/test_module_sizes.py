@@ -395,3 +395,8 @@ class GPT(nn.Module):
     several = text.replace(" for _ in range(c.copies)]", " for _ in range(c.copies)] + "
                            "[nn.Linear(1, 1) for _ in range(c.more)]")  # fmt: skip
     assert len(build(tmp_path, several).layers) == 4
+    as_global = text.replace(
+        "    copies: int = 2\n    more: int = 2\n", "\nwidth, n_ctx, copies = 8, 6, 2\n"
+    )
+    as_global = as_global.replace("c.copies", "copies")
+    assert len(build(tmp_path, as_global).layers) == 3

@@ -212,7 +212,8 @@ def gated_experts(context: DiagnosisContext) -> Iterator[Deviation]:
     """Detect products of two projections in MLPs of an unknown form, such as those of experts."""
     for i, layer in context.layers:
         if product := _gated_product(context, layer):
-            like = GATED.get(context.activations[i].name or "", "")
+            is_glu = kind(product) == "glu"
+            like = GATED.get("sigmoid" if is_glu else context.activations[i].name or "", "")
             yield Deviation(f"h.{i}.act", [context.graph.place(product)], {"like": like})
             return
 
@@ -223,6 +224,8 @@ def _gated_product(context: DiagnosisContext, layer: Layer) -> Node | None:
     nodes = graph.live_between([layer.mlp], [layer.x2]) if layer.unknown else []
     for node in nodes:
         factors = live_inputs(graph, node)
+        if kind(node) == "glu":
+            return node
         if kind(node) != "mul" or len(factors) != 2 or size(factors[0]) != size(factors[1]):
             continue
         one, other = ({*layer.unknown} & {*above[factor], factor} for factor in factors)
