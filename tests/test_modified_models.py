@@ -410,6 +410,7 @@ def test_contexts_that_do_not_intercept_torch_keep_the_fast_path(
 
 def test_libraries_that_wrap_torch_keep_the_fast_path(source: Path) -> None:
     """torch's compiler wraps `nn.Module.__init__` when it is imported."""
+    import torch._dynamo  # noqa: F401
 
     assert isinstance(decoder_of(load_pretrained(source)), StaticDecoder)
 

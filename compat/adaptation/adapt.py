@@ -28,6 +28,7 @@ from compat.adaptation.diagnosis.findings import (
     continued,
     mixed_types,
     no_forward,
+    of_one_token,
     unexplained,
     unregistered,
 )
@@ -43,8 +44,14 @@ from compat.adaptation.other_ways import (
 from compat.adaptation.part import of_part, with_part
 from compat.adaptation.result import Adaptation
 from compat.adaptation.stages import MakeReference, Progress, Run, Stages, judge, map_graph, timed
-from compat.adaptation.tracing.calling import Forward, check_model, method_calls
+from compat.adaptation.tracing.calling import (
+    Forward,
+    NoLogitsError,
+    check_model,
+    method_calls,
+)
 from compat.adaptation.tracing.flex_attention import plain_flex_attention
+from compat.adaptation.tracing.one_token import one_token_line, without_assertions
 from compat.adaptation.tracing.plain_lists import registered
 from compat.adaptation.tracing.record import Untraceable
 from compat.adaptation.tracing.state import first_calls
@@ -206,7 +213,13 @@ def _adapt(model: nn.Module, checkpoint: Checkpoint, options: Options) -> Adapta
         ids = random_ids(checkpoint, 0, 2, options.example_length or example_length(config))
         # The first and last ids may be padding ids, which the model masks.
         ids = ids.clamp(min(2, config.vocab_size - 1), max(config.vocab_size - 3, 0))
-        call, ids = (forward, ids) if forward else find_call(model, checkpoint, ids)
+        try:
+            call, ids = (forward, ids) if forward else find_call(model, checkpoint, ids)
+        except NoLogitsError as error:
+            if not (line := one_token_line(error)):
+                raise
+            with without_assertions(model):
+                return of_one_token(_adapt(model, checkpoint, options), line)
     run = Run(model, checkpoint, call, ids, seconds, options.make_reference)
     with first_calls(model, state, call, ids) as changed:
         adaptation = _judged(run, is_found=forward is None)

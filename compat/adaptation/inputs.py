@@ -14,6 +14,7 @@ from compat.adaptation.tracing.calling import (
     NoLogitsError,
     batch_sizes,
     find_signature,
+    one_more,
 )
 from compat.checkpoint import Checkpoint
 from compat.config import GPT2Config
@@ -31,10 +32,11 @@ def find_call(
     """Return how to call the model, and on which ids.
 
     If these ids fail, the model is called on full length, on ids below 16 that every table has,
-    also of full length, on a length that the error names, on 32-bit ids, on ids that are
-    floating-point numbers, on one-hot vectors, on ids (T, B) if it then returns logits (B, V), on
-    one sequence without the axis of the batch, and on the numbers of sequences that it may expect,
-    also of full length.
+    also of full length, on a length that the error names, on ids with one more at the end if the
+    model returns logits for all but the last, on 32-bit ids, on ids that are floating-point
+    numbers, on one-hot vectors, on ids (T, B) if it then returns logits (B, V), on one sequence
+    without the axis of the batch, and on the numbers of sequences that it may expect, also of full
+    length.
 
     Raises:
         AdaptError: none of them works.
@@ -86,6 +88,9 @@ def _other_inputs(
     for length in lengths:
         if 0 < length < config.n_positions and length not in _sizes(config):
             yield random_ids(checkpoint, 0, 2, length), plain
+    B, T = ids.shape
+    if f"returned [{B}, {T - 1}, " in str(error):
+        yield ids, CallSignature(convert=one_more)
     for convert in (Tensor.int, Tensor.float, one_hot):
         yield ids, CallSignature(convert=convert)
     yield ids, CallSignature(time_first=True)

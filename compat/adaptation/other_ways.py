@@ -349,7 +349,7 @@ def _judge_partly(run: Run) -> Adaptation:
     try:
         return judge(run, map_graph(graph, run.checkpoint))
     except UnknownPart:
-        return judge(run, map_graph(graph, run.checkpoint, partial=True))
+        return judge(run, map_graph(graph, run.checkpoint, accepts_others=True))
 
 
 def _with_first_block(run: Run, adaptation: Adaptation) -> Adaptation:

@@ -33,7 +33,7 @@ from compat.adaptation.mapping.assignments import (
 )
 from compat.adaptation.mapping.taps import find_taps, module_taps
 from compat.adaptation.result import Adaptation, Finding
-from compat.adaptation.tracing.calling import CallSignature, Forward, Wrapped
+from compat.adaptation.tracing.calling import CallSignature, Forward, Wrapped, one_more
 from compat.adaptation.tracing.graph import Graph, ShapeChanged, size
 from compat.adaptation.tracing.record import to_graph
 from compat.adaptation.tracing.rewrites import normalize
@@ -148,7 +148,7 @@ class Mapped:
     last_only: Node | None  # where all positions but the last were dropped
 
 
-def map_graph(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> Mapped:
+def map_graph(graph: Graph, checkpoint: Checkpoint, accepts_others: bool = False) -> Mapped:
     """Find which node is which part of a GPT-2, and which parameters hold which tensor.
 
     Raises:
@@ -157,7 +157,7 @@ def map_graph(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> Ma
     config = checkpoint.config
     try:
         last_only, output_softmax = normalize(graph)
-        anatomy = dissect(graph, partial)
+        anatomy = dissect(graph, accepts_others)
         width = size(graph.output)[-1]
         if width not in (anatomy.vocabulary, config.vocab_size) and 2 * width < anatomy.vocabulary:
             raise AdaptError(
@@ -166,7 +166,7 @@ def map_graph(graph: Graph, checkpoint: Checkpoint, partial: bool = False) -> Ma
                 "were expected"
             )
         places = place_norms(anatomy)
-        assignments = find_assignments(anatomy, places, config, partial)
+        assignments = find_assignments(anatomy, places, config, accepts_others)
         assignments.output_softmax = output_softmax
         unmatched = drop_misfits(graph, assignments, checkpoint)
     except ShapeChanged:
@@ -204,6 +204,7 @@ def judge(run: Run, mapped: Mapped) -> Adaptation:
         of_loss=signature is not None and signature.of_loss,
         input_shape=signature.input_shape if signature is not None else "",
         output_shape="" if signature is None else signature.output_shape(model, run.ids),
+        leaves_out_last=signature is not None and signature.convert is one_more,
         mask=signature.mask if signature is not None else "",
         fixed_length=None if length_error is None else run.ids.shape[1],
         length_error=length_error,
@@ -240,9 +241,9 @@ def judge(run: Run, mapped: Mapped) -> Adaptation:
     return run.result(name_map, report, findings, mapped.unmatched.names, in_modules)
 
 
-def examine(run: Run, partial: bool = False) -> Adaptation:
-    """Trace, map and judge a model. See `map_graph` for `partial`."""
-    return judge(run, map_graph(run.trace(), run.checkpoint, partial))
+def examine(run: Run, accepts_others: bool = False) -> Adaptation:
+    """Trace, map and judge a model. See `map_graph` for `accepts_others`."""
+    return judge(run, map_graph(run.trace(), run.checkpoint, accepts_others))
 
 
 def _without_targets(run: Run, findings: Sequence[Finding]) -> list[Finding]:

@@ -22,7 +22,8 @@ def find_logits(
         ids: the ids (B, T) for which the model returned it.
         last: look for logits of the last position first, (B, V) or (B, 1, V).
         vocab_size: V, which distinguishes logits from hidden states. Without it the widest tensor
-            is returned.
+            is returned, and of a list of tensors of one shape the last, as of the logits after each
+            block.
 
     Returns:
         A float tensor (B, T, V), or (B, 1, V) with `last`. Further axes of size 1 are removed.
@@ -31,6 +32,8 @@ def find_logits(
         AdaptError: the output does not contain such a tensor.
     """
     B, T = ids.shape
+    if isinstance(output, list) and len({getattr(each, "shape", None) for each in output}) == 1:
+        output = output[-1]
     found = list(_tensors(output))
     floats = [tensor for tensor in found if tensor.is_floating_point()]
     final = [t.view(B, 1, -1) for t in floats if t.shape[:-1] in ((B,), (B, 1))]

@@ -15,7 +15,7 @@ from compat.config import GPT2Config
 # A role is a field of GPT2Config or a key of `value_of`. The first pattern that matches a whole
 # name decides; names are compared in lower case and without underscores.
 _N = r"(n|num|number(of)?|max|total)?"
-_SIZE = r"(d|dims?|dimensions?|size|width)"
+_SIZE = r"(d|dims?|dimension(s|ality)?|size|width)"
 _EMB = r"(emb|embd|embeds?|embeddings?|embedded)"
 # Not the end of `cutoff`, `diff`, `buff` or `coeff`.
 _MLP = r"((?<![oiu])(?<!coe)ff|ffn|ffwd?|mlp|mlpmid(dle)?|feedforward|inner|intermediate)"
@@ -44,7 +44,8 @@ _PATTERNS = {
     r"|sinusoidal(pos(itions?)?|emb(eddings)?)?|mlm|qknorm|gqa|normlast"
     r"|post(layer)?(norm(ali[sz]ation)?|ln)"
     r"|parallel(block|residual))",
-    "on": r"(return|output|compute)?logits|(with|use|has|add|include)(lm|output)?head"
+    "on": r"(is)?decoderonly|isdecoder|(return|output|compute)?logits"
+    r"|(with|use|has|add|include)(lm|output)?head"
     rf"|(with|use|has|add|include)(pos|positions?|positional)({_EMB}|encodings?)?",
     "cap": r"(attn|attention|final|output|score|logits?)*(soft)?cap(ping)?|softcap.*",
     "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|n|in(put)?|out(put)?)*(orconfig.*)?"
@@ -55,6 +56,8 @@ _PATTERNS = {
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(q|k|qk|v)?(per)?head"
     r"|d(im)?(k|v|q|qk|qkv|key|value)|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)|querypreattn(scalar|norm)",
+    # Each query has a key of its own.
+    "one": r"(n|num)?(queries|queryheads|qheads|heads)per(key|kv|kvhead|keyhead|group)s?",
     # As many groups of queries as heads are not grouped.
     "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh"
     r"|(n|num)?(kv|query|keyvalue)groups?",
@@ -64,9 +67,10 @@ _PATTERNS = {
     r"|(model|decoder|transformer|net|network)?depth|nl",
     "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)pos(ition)?{_EMB}"
+    rf"|pos(ition(al)?)?{_EMB}(len(gth)?|count|num(ber)?)"
     r"|.*(num)?max(abs(olute)?)?pos(itions?)?|n(dec|enc)seq"
     r"|(max|input|maxtoken)len(gth)?|(max)?(sent(ence)?|text|prompt)len(gth)?"
-    r"|length|maxtokens|window(size|len(gth)?)?|chunksize|timesteps|nstep|maxt|tmax"
+    r"|length|maxtokens|window(size|len(gth)?)?|(text|token|input)?chunk(size|len(gth)?)|timesteps|nstep|maxt|tmax"
     r"|(pos|positions?|ctx|context|seq|sequence)capacity"
     r"|(len|length|size)(of)?(pos|positions?|ctx|context|seq|sequence)",
     "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?h(id(dens?)?)?{_SIZE}?)?|nhid"

@@ -195,6 +195,9 @@ class Search:
                 if "d_inner" not in roles
                 or any("head" in each for each in factors_of(self.target, last_part(name)))
             }  # fmt: skip
+        keys = [name for name, roles in found.items() if roles == meanings("d_k")]
+        if any("n_head" in map(role_of, factors_of(self.target, last_part(n))) for n in keys):
+            found = {name: roles for name, roles in found.items() if name not in keys}
         inner = (name for name in sizes if role_of(last_part(name)) == "d_inner")
         for name in inner:  # a ratio in `d_ff * d_model`
             if "n_embd" in map(role_of, factors_of(self.target, last_part(name))):

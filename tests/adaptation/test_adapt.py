@@ -213,7 +213,7 @@ def test_detectors_run_in_the_order_of_their_areas() -> None:
 
 
 def test_an_internal_error_asks_for_a_report(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def dissect(graph: object, partial: bool) -> None:
+    def dissect(graph: object, accepts_others: bool) -> None:
         raise IndexError("tuple index out of range")
 
     monkeypatch.setattr(import_module("compat.adaptation.stages"), "dissect", dissect)

@@ -3275,6 +3275,29 @@ def test_methods_are_called_in_place_of_a_missing_forward(tiny: Path, tmp_path: 
     assert found.severity == "info" and (found.source_line or "").startswith("class GPT")
 
 
+def test_a_method_that_returns_logits_is_called(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        (
+            "return self.head(x)",
+            "return x\n\n    def logits(self, ids):\n        return self.head(self.forward(ids))",
+        )
+    ]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert adaptation
+    found = only_finding(adaptation, "logits_method")
+    assert found.fix == "logits = self.logits(ids)" and found.severity == "info"
+
+
+def test_of_the_logits_after_each_block_the_last_are_compared(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        (LOOP, f"        every = []\n{LOOP}"),
+        ("            x = block(x)\n", "            x = block(x)\n"
+         "            every.append(self.head(self.final_norm(x)))\n"),
+        ("        x = self.final_norm(x)\n        return self.head(x)", "        return every"),
+    ]  # fmt: skip
+    assert adapted(tiny, tmp_path, edits)
+
+
 def test_flattened_logits_are_reported(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("return self.head(x)", "logits = self.head(x)\n        return logits.view(B * T, -1)")
@@ -3283,6 +3306,17 @@ def test_flattened_logits_are_reported(tiny: Path, tmp_path: Path) -> None:
     assert adaptation
     found = only_finding(adaptation, "output_shape")
     assert found.severity == "info" and found.source_line == "return logits.view(B * T, -1)"
+
+
+def test_a_model_that_leaves_out_the_last_id_is_called_with_one_more(
+    tiny: Path, tmp_path: Path
+) -> None:
+    shifted = "        ids = ids[:, :-1]\n        B, T = ids.shape\n        x = self.tok_emb"
+    edits = [("        B, T = ids.shape\n        x = self.tok_emb", shifted)]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert adaptation
+    found = only_finding(adaptation, "last_id_left_out")
+    assert found.source_line == "ids = ids[:, :-1]" and found.severity == "info"
 
 
 def test_a_table_of_relative_positions_is_one_finding(tiny: Path, tmp_path: Path) -> None:
@@ -3389,6 +3423,18 @@ class GPT("""
     assert "x = self.tok_emb(ids)" in lines
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_projection_of_keys_and_values_may_have_no_bias(
+    tiny: Path, tmp_path: Path, bias: bool
+) -> None:
+    edits = [("values = self.W_value(x)", "values = self.W_key(x)")]
+    for name in () if bias else ("query", "key", "value"):
+        line = f"self.W_{name} = nn.Linear(dim, dim"
+        edits.append((f"{line})", f"{line}, bias=False)"))
+    codes = {f.code for f in adapted(tiny, tmp_path, edits).deviations}
+    assert codes == ({"shared_kv"} if bias else {"shared_kv", "no_qkv_bias"})
+
+
 COUNTER = [
     (HEAD, f"        self.start = 0\n{HEAD}"),
     (
@@ -3418,7 +3464,55 @@ def test_calls_that_depend_on_earlier_calls_are_reported(
     assert (found.source_line or "").startswith(f"self.{name} ")
 
 
+def test_an_optional_mask_is_passed_beside_dropout(tiny: Path, tmp_path: Path) -> None:
+    """Two calls differ, unless their random numbers are the same."""
+    edits = [
+        ("def forward(self, ids):", "def forward(self, ids, mask=None):"),
+        ("x = block(x)", "x = F.dropout(block(x, mask), 0.1)"),
+        (BLOCK, BLOCK.replace("(self, x)", "(self, x, mask)")),
+        ("x = self.att(x)", "x = self.att(x, mask)"),
+        (ATTENTION, ATTENTION.replace("(self, x)", "(self, x, mask)")),
+        ('scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))',
+         "scores if mask is None else scores.masked_fill(~mask, -torch.inf)"),
+    ]  # fmt: skip
+    codes = {f.code for f in adapted(tiny, tmp_path, edits).findings}
+    assert {"dropout_always_on", "mask_argument"} <= codes and "no_mask" not in codes
+
+
 def test_a_position_that_the_model_keeps_is_no_offset(tiny: Path, tmp_path: Path) -> None:
     """Other deviations are found as in a first call."""
     adaptation = adapted(tiny, tmp_path, [*COUNTER, (GELU, "F.gelu(self.up(x))")])
     assert {f.code for f in adaptation.deviations} == {"erf_gelu"}
+
+
+ONE_TOKEN = [
+    ("        self.drop = nn",
+     "        self.past = torch.zeros(2, 2, 64, dim)\n        self.drop = nn"),
+    (ATTENTION, ATTENTION.replace("(self, x)", "(self, x, start)")),
+    ("        keys = keys.view(B, T,", "        self.past[0, :B, start:start + T] = keys\n"
+     "        self.past[1, :B, start:start + T] = values\n"
+     "        keys, values = self.past[:, :B, :start + T]\n        keys = keys.view(B, start + T,"),
+    ("values = values.view(B, T,", "values = values.view(B, start + T,"),
+    ('        scores = scores.masked_fill(self.mask[:T, :T].bool(), float("-inf"))\n', ""),
+    (BLOCK, BLOCK.replace("(self, x)", "(self, x, start)")),
+    ("x = self.att(x)", "x = self.att(x, start)"),
+    ("def forward(self, ids):\n        B, T = ids.shape\n", "def forward(self, ids, start_pos):\n"
+     "        B, T = ids.shape\n        assert T == 1, 'one token at a time'\n"),
+    ("torch.arange(T, device=ids.device)", "torch.arange(start_pos, start_pos + T)"),
+    ("x = block(x)", "x = block(x, start_pos)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("edits", "codes"),
+    [([], {"one_token"}), ([(GELU, "F.relu(self.up(x))")], {"relu"})],
+)
+def test_a_model_that_takes_one_token_is_examined_with_sequences(
+    tiny: Path, tmp_path: Path, edits: Edits, codes: set[str]
+) -> None:
+    """It needs no mask. Without another deviation, the missing mask is why sequences differ."""
+    adaptation = adapted(tiny, tmp_path, [*ONE_TOKEN, *edits])
+    assert not adaptation and {f.code for f in adaptation.deviations} == codes
+    found = only_finding(adaptation, "one_token")
+    assert (found.source_line or "").startswith("assert T == 1")
+    assert (found.severity == "breaks") == ("one_token" in codes)

@@ -248,7 +248,7 @@ def test_a_known_part_is_reported_with_its_sizes_if_there_is_no_map(tiny: Path) 
     config = open_checkpoint(tiny).config
     model = with_blocks(SlicedBlock)()
     graph = to_graph(model, lambda model, ids: model(ids), torch.arange(26).view(2, 13))
-    anatomy = dissect(graph, partial=True)
+    anatomy = dissect(graph, accepts_others=True)
     with pytest.raises(UnknownPart) as raised:
         find_assignments(anatomy, place_norms(anatomy), config)
     first = survey(graph, model, config, raised.value, graph.nodes)[0]

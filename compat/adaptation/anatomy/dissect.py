@@ -429,26 +429,26 @@ def is_table_of_positions(graph: Graph, node: Node) -> bool:
     return T in size(node)[:-1] and prod(size(node)) in (T * size(node)[-1] * n for n in (1, B))
 
 
-def dissect(graph: Graph, partial: bool = False) -> Anatomy:
+def dissect(graph: Graph, accepts_others: bool = False) -> Anatomy:
     """Recognise all parts of a GPT-2.
 
     Args:
         graph: the model's graph.
-        partial: accept blocks without an MLP, a model of embeddings and a head without blocks, and
-            projections that GPT-2 does not have: those of cross-attention, the gate of a gated MLP,
-            and others after the MLP.
+        accepts_others: accept blocks without an MLP, a model of embeddings and a head without
+            blocks, and projections that GPT-2 does not have: those of cross-attention, the gate of
+            a gated MLP, and others after the MLP.
 
     Raises:
         AdaptError: a part is missing or ambiguous. The message names it and its line.
     """
-    return _Dissection(graph, partial).run()
+    return _Dissection(graph, accepts_others).run()
 
 
 class _Dissection:
     """One search for the parts, from attention outwards."""
 
-    def __init__(self, graph: Graph, partial: bool) -> None:
-        self.graph, self.partial = graph, partial
+    def __init__(self, graph: Graph, accepts_others: bool) -> None:
+        self.graph, self.accepts_others = graph, accepts_others
         self.index = GraphIndex(graph)
         self.cross: list[AttentionOp] = []
 
@@ -496,9 +496,9 @@ class _Dissection:
             elif node in self.index.mixers:
                 op = self._attention_op(self.index.products[node])
                 found += [self._with_own_operands(op)] if op is not None else []
-        if not found and not self.partial:
+        if not found and not self.accepts_others:
             raise self._no_attention()
-        if self.partial:
+        if self.accepts_others:
             own = [op for op in found if not self._is_cross(op)]
             self._check_own_keys(found)
             self.cross = [op for op in found if op not in own] if own else []
@@ -580,7 +580,7 @@ class _Dissection:
                 continue
             last = max(firsts, key=self.graph.order.__getitem__)
             others = firsts - {last} - self.graph.ancestors[last]  # without those of earlier layers
-            if others and not self.partial:
+            if others and not self.accepts_others:
                 continue
             first = index.products.get(last)
             if first is not None:
@@ -650,7 +650,7 @@ class _Dissection:
         found = sorted(self.index.frontier(self.graph.output), key=self.graph.order.__getitem__)
         with_attention = [n for n in found if n in self.index.projections
                           and self.graph.ancestors[n] & self.index.mixers]  # fmt: skip
-        if self.partial and len(with_attention) == 1:
+        if self.accepts_others and len(with_attention) == 1:
             return with_attention[0]  # other terms may be added to the logits
         if len(found) == 1 and found[0] in self.index.projections:
             return found[0]
@@ -769,29 +769,33 @@ class _Dissection:
         """Return the output projections of a layer, those that follow them, and the MLP's."""
         graph, index = self.graph, self.index
         qkv = {*self.inputs[i].qkv}
-        gates = self._gates(products, qkv, self.inputs[i].x1) if self.partial else set()
+        gates = self._gates(products, qkv, self.inputs[i].x1) if self.accepts_others else set()
         out_projs = [
             n for n in index.live
             if n in index.projections - after and index.sources(n) <= products | gates
             and index.sources(n) & products
         ]  # fmt: skip
         projections = index.projections - self._of_cross_attention()
-        if self.partial and not out_projs:  # another tensor may be added to the heads
+        if self.accepts_others and not out_projs:  # another tensor may be added to the heads
             others = following & projections - after - qkv - gates
             reading = [n for n in others if index.sources(n) & products]
             reading = [n for n in reading if others.isdisjoint(graph.ancestors[n])]
             out_projs = reading if len(reading) == 1 and len(others) > 2 else []
         mlp = (following & projections) - {*out_projs} - qkv - after - gates
-        if not mlp and not self.partial:
+        if not mlp and not self.accepts_others:
             raise UnknownPart(
                 f"layer {i}: no projection follows attention, but GPT-2 has an MLP there",
                 [self._with_bias(node) for node in out_projs or products],
             )
         is_mlp = len(out_projs) > 1 and len({*map(index.input_of, out_projs)}) == 1
-        if self.partial and out_projs and (is_mlp or self._reads_heads(out_projs[-1], len(mlp))):
+        if (
+            self.accepts_others
+            and out_projs
+            and (is_mlp or self._reads_heads(out_projs[-1], len(mlp)))
+        ):
             mlp, out_projs = {*mlp, *out_projs}, []  # an MLP that reads the heads
         ordered = sorted(mlp, key=graph.order.__getitem__)
-        second = self._second_out_projs(out_projs, ordered) if self.partial else []
+        second = self._second_out_projs(out_projs, ordered) if self.accepts_others else []
         rest = [n for n in ordered if n not in second]
         if len(rest) == 1 and index.sources(rest[0]) and index.sources(rest[0]) <= qkv:
             raise UnknownPart(
@@ -834,14 +838,16 @@ class _Dissection:
         """Return the projections that compute q, k and v, and the one tensor that they project."""
         index = self.index
         operands = [o.node for c in attention_ops for o in (c.q, c.k, c.v)]
-        if self.partial:
+        if self.accepts_others:
             operands = self._projected(operands)
         qkv = set().union(*(index.frontier(node) for node in operands))
         further = [n for c in attention_ops for other in c.others for n in index.operands(other)]
         qkv = qkv.union(*(index.frontier(node) for node in further))
         ordered = sorted(qkv, key=self.graph.order.__getitem__)
         others = [n for n in ordered if n not in index.projections]
-        if others and self.partial:  # terms that are added to the projections, as by an embedding
+        if (
+            others and self.accepts_others
+        ):  # terms that are added to the projections, as by an embedding
             qkv -= {*others}
             ordered = [n for n in ordered if n in qkv]
             others = [] if all(self.graph.ancestors[o] & qkv for o in operands) else others
@@ -853,20 +859,20 @@ class _Dissection:
                 operands,
             )
         inputs = {index.input_of(n) for n in qkv}
-        if len(inputs) == 2 and self.partial:
+        if len(inputs) == 2 and self.accepts_others:
             raw, x1 = sorted(inputs, key=self.graph.order.__getitem__)
             inner = self.graph.between([x1], [raw])
             is_norm = any(kind(n) in REDUCTIONS for n in inner)
             is_norm = is_norm and not {*inner} & (index.projections | index.mixers)
             if raw in self.graph.ancestors[x1] and is_norm:
                 return _Inputs(ordered, x1, raw)
-        if self.partial and len(inputs) > 1:  # values of earlier layers may be added
+        if self.accepts_others and len(inputs) > 1:  # values of earlier layers may be added
             x1 = max(inputs, key=self.graph.order.__getitem__)
             own = [n for n in ordered if index.input_of(n) is x1]
             above = self.graph.ancestors
             if all(above[o] & {*own} for o in operands) and inputs - {x1} <= above[x1]:
                 return _Inputs(own, x1)
-        if len(inputs) > 1 and self.partial and (start := self._meeting(inputs)) is not None:
+        if len(inputs) > 1 and self.accepts_others and (start := self._meeting(inputs)) is not None:
             between = self.graph.between(operands, [start])
             inputs = {index.before_moves(start)}
             ordered = sorted(index.projections & {*between}, key=self.graph.order.__getitem__)
@@ -879,7 +885,7 @@ class _Dissection:
         x1 = inputs.pop()
         first = index.frontier(x1)
         if (
-            self.partial
+            self.accepts_others
             and first <= index.projections
             and (size(x1)[-1] == 3 * self.width or self._is_latent(x1, first, attention_ops))
         ):  # a fused projection computes q, k and v, or a latent, which are then projected again
@@ -933,7 +939,7 @@ class _Dissection:
         sources = self.index.sources
         if len(found) == 2 and sources(found[1]) <= {found[0]}:
             return _Mlp(found[0], None, found[1])
-        if self.partial and (other := self._other_mlp(found, until)) is not None:
+        if self.accepts_others and (other := self._other_mlp(found, until)) is not None:
             return other
         why = ""
         if len(found) == 2:

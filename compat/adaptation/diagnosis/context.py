@@ -66,6 +66,7 @@ class DiagnosisContext:
         of_loss: the model returns the loss and no logits, which are what it is computed from.
         input_shape: the shape of the ids that the model takes, if it is not (B, T).
         output_shape: the shape of the logits that the model returns, if it is not (B, T, V).
+        leaves_out_last: the model returns logits for all ids but the last, and gets one more.
         mask: the optional argument that is passed, because tokens attend to later ones without it.
         fixed_length: the only sequence length that the model accepts, if it accepts only one.
         length_error: what the model raises for a shorter sequence, if it accepts only one length.
@@ -87,6 +88,7 @@ class DiagnosisContext:
     of_loss: bool = False
     input_shape: str = ""
     output_shape: str = ""
+    leaves_out_last: bool = False
     mask: str = ""
     fixed_length: int | None = None
     length_error: Exception | None = None

@@ -412,3 +412,14 @@ def output_shape(context: DiagnosisContext) -> Iterator[Deviation]:
         place = context.graph.place(context.anatomy.head)
         place = source.matching(context.model, pattern) or place
         yield Deviation(None, [place], {"found": context.output_shape, "how": how})
+
+
+@deviation(
+    "the model leaves out the last id, so it returns logits (B, T − 1, V) for ids (B, T), but "
+    "GPT-2 returns (B, T, V); compat passed one more id",
+    "Pass all ids to the embedding, and shift the ids and the logits in the loss.",
+    severity="info",
+)
+def last_id_left_out(context: DiagnosisContext) -> Iterator[Deviation]:
+    if context.leaves_out_last:
+        yield Deviation(None, [source.matching(context.model, r"\[:, *:-1\]")])

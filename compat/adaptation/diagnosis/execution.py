@@ -219,6 +219,12 @@ CODES.update(
         "ids get other logits; compat restored the values before each call",
         "Restore self.{name} before each new sequence.",
     ),
+    one_token=Code(
+        "breaks",
+        "the model takes one token per call, so its attention needs no mask, but GPT-2 takes whole "
+        "sequences; compat called it with sequences, without this assertion",
+        'scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf"))',
+    ),
     train_mode=Code(
         "info",
         "the constructor leaves the model in training mode, in which dropout is applied",
@@ -241,6 +247,11 @@ CODES.update(
         "info",
         "the class has no forward, so compat called {found}",
         "def forward(self, ids): return {found}",
+    ),
+    logits_method=Code(
+        "info",
+        "forward returns hidden states, and {found} returns the logits, so compat called it",
+        "logits = {found}",
     ),
     no_attention=Code(
         "breaks",

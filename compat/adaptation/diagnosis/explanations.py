@@ -93,6 +93,8 @@ EXPLANATIONS = {
     "continued": "GPT-2's logits depend on nothing but the ids of one call. A position or a KV "
     "cache that the modules keep has to be reset, or else a new text is read as the end of the "
     "last one.",
+    "one_token": "A prompt of T tokens costs T calls, and training on whole sequences is not "
+    "possible. With a causal mask, one call computes the logits of all positions.",
     "mixed_types": "An operation on two data types either fails or converts one of them. The "
     "copy in one type shows whether the code is correct, and the comparison in the model's own "
     "types shows how much accuracy they cost.",
@@ -205,8 +207,12 @@ EXPLANATIONS = {
     "fits only a full context. Generation begins with a short prompt and fails at once.",
     "input_shape": "The weights do not depend on the order of the axes of ids and logits, but code "
     "that calls the model has to pass the ids as the model expects them.",
+    "logits_method": "GPT-2's model returns the logits. Code that calls model(ids), such as a "
+    "training loop or a generator, takes the hidden states for them.",
     "no_forward": "A module without forward cannot be called as model(ids), which training loops, "
     "hooks and libraries do. The weights do not depend on the names of the methods.",
+    "last_id_left_out": "The weights do not depend on it, but a generator that reads the logits "
+    "after the last id gets those after the one before.",
     "output_shape": "The weights do not depend on the shape of the logits. Training code often "
     "flattens them for the loss, but code that expects (B, T, V) reads the wrong axis.",
     "last_position_only": "Models that only generate need only the last position. Training and "

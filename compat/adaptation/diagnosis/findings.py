@@ -18,7 +18,7 @@ from compat.adaptation.diagnosis.counterfactual import DIFFERS, Counterfactual, 
 from compat.adaptation.diagnosis.proof import end_to_end
 from compat.adaptation.diagnosis.registry import CODES, Deviation
 from compat.adaptation.mapping.taps import Taps
-from compat.adaptation.result import Finding, Severity
+from compat.adaptation.result import Adaptation, Finding, Severity
 from compat.adaptation.tracing.calling import Forward, MethodCalls, plain_kernels
 from compat.adaptation.tracing.graph import NAN_GUARDS, Place
 from compat.adaptation.tracing.plain_lists import PlainList
@@ -72,8 +72,9 @@ def no_head(missing: NoHead) -> Finding:
 
 def no_forward(model: nn.Module, calls: MethodCalls) -> Finding:
     """Return the finding for a model whose logits other methods than `forward` compute."""
+    code = "no_forward" if type(model).forward is nn.Module.forward else "logits_method"
     place = source.matching(model, rf"^class {type(model).__name__}\b")
-    return finding(Deviation(None, [place], {"found": str(calls)}, code="no_forward"))
+    return finding(Deviation(None, [place], {"found": str(calls)}, code=code))
 
 
 def untraced(error: Exception) -> Finding:
@@ -92,6 +93,19 @@ def mixed_types(model: nn.Module) -> Finding:
     evidence = "a copy that agrees is compared in its own types as well"
     values = {"found": found}
     return finding(Deviation(None, [place], values, evidence=evidence, code="mixed_types"))
+
+
+def of_one_token(adaptation: Adaptation, line: Place) -> Adaptation:
+    """Return the result for a model that takes one token per call, without the missing mask.
+
+    Args:
+        adaptation: the result for whole sequences.
+        line: the assertion that a sequence has one token.
+    """
+    others = [f for f in adaptation.findings if f.code not in ("no_mask", "kv_cache")]
+    severity: Severity = "limit" if any(f.severity == "breaks" for f in others) else "breaks"
+    found = finding(Deviation("h.0.probs", [line], severity=severity, code="one_token"))
+    return replace(adaptation, findings=[*others, found])
 
 
 def continued(model: nn.Module, changed: Sequence[str]) -> Finding:

@@ -441,10 +441,10 @@ def _code_of_unknown(
 def _code_of_qkv(context: DiagnosisContext, number: int) -> str | None:
     """Return the code of a missing bias of q, k and v."""
     layer, attention = context.anatomy.layers[number], context.mapping.attentions[number]
-    if attention.kv_heads:
-        projecting = context.graph.parameters_between(layer.qkv_ends, [layer.x1])
-        return None if _include_bias(context, projecting) else "no_qkv_bias"
-    return None if attention.shared_kv else "no_qkv_bias"
+    if not attention.kv_heads and not attention.shared_kv:
+        return "no_qkv_bias"
+    projecting = context.graph.parameters_between(layer.qkv_ends, [layer.x1])
+    return None if _include_bias(context, projecting) else "no_qkv_bias"
 
 
 def _code_of_norm(context: DiagnosisContext, module: str, kind: str) -> str | None:

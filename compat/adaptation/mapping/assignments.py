@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial as bound
+from functools import partial
 from itertools import accumulate
 from math import prod
 from operator import eq
@@ -163,15 +163,15 @@ class Unmatched:
 
 
 def find_assignments(
-    anatomy: Anatomy, places: NormPlaces, config: GPT2Config, partial: bool = False
+    anatomy: Anatomy, places: NormPlaces, config: GPT2Config, accepts_others: bool = False
 ) -> Assignments:
     """Assign a tensor of the checkpoint to every parameter that has a counterpart in GPT-2.
 
     Args:
         anatomy, places: the parts.
         config: the checkpoint's config.
-        partial: accept operations between the projections and attention that GPT-2 does not have,
-            keys that several heads share, and projections that cannot be loaded.
+        accepts_others: accept operations between the projections and attention that GPT-2 does not
+            have, keys that several heads share, and projections that cannot be loaded.
 
     Raises:
         AdaptError: a part is not a projection of each token, or two parts share parameters.
@@ -183,7 +183,7 @@ def find_assignments(
         paired = ((j, _paired_parameters(anatomy, j, i)) for j in traced)
         equal, pairs = next((pair for pair in paired if pair[1] is not None), (0, None))
         if pairs is None:
-            assignment = _LayerAssignment(anatomy, i, attention, partial)
+            assignment = _LayerAssignment(anatomy, i, attention, accepts_others)
             assignment.run()
             own = assignment.assigned
             found.unknown += assignment.unknown
@@ -308,12 +308,14 @@ class _LayerAssignment:
         anatomy: the parts of the model's graph.
         i: the layer's number.
         attention: how the layer computes attention; properties that its projections show are set.
-        partial: list projections that cannot be loaded instead of raising an error.
+        accepts_others: list projections that cannot be loaded instead of raising an error.
     """
 
-    def __init__(self, anatomy: Anatomy, i: int, attention: Attention, partial: bool) -> None:
+    def __init__(
+        self, anatomy: Anatomy, i: int, attention: Attention, accepts_others: bool
+    ) -> None:
         self.anatomy, self.graph, self.layer = anatomy, anatomy.graph, anatomy.layers[i]
-        self.i, self.attention, self.partial = i, attention, partial
+        self.i, self.attention, self.accepts_others = i, attention, accepts_others
         self.n_head, self.d_head = attention.q.index.shape[1], attention.q.index.shape[3]
         self.assigned: dict[str, Assignment] = {}
         self.unknown: list[UnknownProjection] = []
@@ -323,13 +325,13 @@ class _LayerAssignment:
         self._add("attn.c_attn", layer.x1, layer.qkv_ends, self._qkv)
         if layer.out_proj is not None:
             ends = [layer.projected, layer.attn_sum.branch]
-            self._add("attn.c_proj", layer.heads, ends, bound(self._out_proj, layer.out_proj))
+            self._add("attn.c_proj", layer.heads, ends, partial(self._out_proj, layer.out_proj))
         for hf, projection, start, end, branch in (
             ("mlp.c_fc", layer.fc, layer.x2, layer.fc_end, layer.fc_end),
             ("mlp.c_proj", layer.mlp_proj, layer.act, layer.mlp, layer.mlp_sum.branch),
         ):
             if projection is not None:
-                self._add(hf, start, [end, branch], bound(self._mlp, hf, start, end))
+                self._add(hf, start, [end, branch], partial(self._mlp, hf, start, end))
 
     def _add(
         self,
@@ -342,7 +344,7 @@ class _LayerAssignment:
         try:
             self.assigned.update(assign())
         except UnknownPart as error:
-            if not self.partial:
+            if not self.accepts_others:
                 raise
             parameters = tuple(self.graph.parameters_between(ends, [start]))
             code, reasons = error.code, error.nodes
@@ -384,7 +386,11 @@ class _LayerAssignment:
         operands = (attention.q, attention.k, attention.v)
         raw = None if layer.raw is None else self._view(layer.raw, "the input of q, k or v")
         maps = _qkv_maps(graph, x1, raw, attention)
-        if maps is None and self.partial and _start_at_projections(self.anatomy, layer, attention):
+        if (
+            maps is None
+            and self.accepts_others
+            and _start_at_projections(self.anatomy, layer, attention)
+        ):
             maps = _qkv_maps(graph, x1, raw, attention)
         if maps is None and all(_is_same_for_heads(graph, x1, o) for o in operands):
             raise _shared(graph, "the heads of q, k and v", layer.qkv)
@@ -401,7 +407,9 @@ class _LayerAssignment:
             q, k = (_with_heads_in_order(one, self.n_head, order) for one in (q, k))
         attention.q_factor, attention.k_factor = q.factor, k.factor
         attention.shared_kv = _same(k, v) and not _same(q, k)
-        attention.kv_heads = _kv_heads(k, self.n_head) if self.partial and k.parameters else 0
+        attention.kv_heads = (
+            _kv_heads(k, self.n_head) if self.accepts_others and k.parameters else 0
+        )
         return {} if attention.kv_heads else _assign_qkv(graph, [q, k, v], self.n_head, layer.qkv)
 
     def _out_proj(self, node: Node) -> dict[str, Assignment]:

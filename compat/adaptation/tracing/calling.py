@@ -42,6 +42,7 @@ MASKS: dict[str, Callable[[int], Tensor | None]] = {
 TARGETS = ("targets", "target", "labels", "label", "y")
 # Names of methods that may compute what `forward` computes, or a part of it.
 FORWARD_PARTS = re.compile(r"encode|decode|embed|project|head|logits|hidden|backbone|generator")
+LOGITS = re.compile(r"^(get_|lm_|compute_)?logits$")  # names of methods that return logits
 MOST_COMBINATIONS = 24  # combinations of values for the arguments that a model needs
 
 
@@ -206,7 +207,7 @@ class CallSignature:
 
     def output_shape(self, model: nn.Module, ids: Tensor) -> str:
         """Return the shape of the logits for ids (B, T), if it is not (B, T, V)."""
-        if self.rows is not None or self.time_first:
+        if self.rows is not None or self.time_first or self.convert is one_more:
             return ""
         with eval_mode(model), plain_kernels():
             output = self._output(model, ids)
@@ -290,6 +291,11 @@ def _inputs_of_losses(ids: Tensor) -> Iterator[list[Tensor]]:
                 yield inputs
         finally:
             F.cross_entropy = original
+
+
+def one_more(ids: Tensor) -> Tensor:
+    """Return ids with another one at the end, for a model that leaves out the last one."""
+    return torch.cat([ids, ids[..., -1:]], dim=-1)
 
 
 def _always(value: Any) -> Value:
@@ -484,20 +490,33 @@ class MethodCalls:
 
 
 def method_calls(model: nn.Module, ids: Tensor) -> MethodCalls | None:
-    """Return the calls of a model's methods that return logits, if it has no `forward`.
+    """Return the calls of a model's methods that return logits, if its `forward` does not.
 
-    An example is `model.project(model.decode(ids))`.
+    An example is `model.project(model.decode(ids))` of a model without `forward`. A model whose
+    `forward` returns hidden states may have a method `logits`.
     """
     cls = type(model)
-    if cls.forward is not nn.Module.forward:
-        return None
     own = {n: f for c in reversed(cls.__mro__) if is_users_class(c) for n, f in vars(c).items()}
-    names = [n for n, f in own.items() if FORWARD_PARTS.search(n) and inspect.isfunction(f)]
+    without_forward = cls.forward is nn.Module.forward
+    pattern = FORWARD_PARTS if without_forward else LOGITS
+    names = [n for n, f in own.items() if pattern.search(n) and inspect.isfunction(f)]
+    width = 0 if without_forward or not names else _hidden_width(model, ids)
+    if not without_forward and not width:
+        return None
     for calls in map(MethodCalls, [*product(names, names), *product(names)]):
         with suppress(Exception), eval_mode(model), plain_kernels():
-            calls(model, ids)
-            return calls
+            if calls(model, ids).shape[2] > width:
+                return calls
     return None
+
+
+def _hidden_width(model: nn.Module, ids: Tensor) -> int:
+    """Return the width of the hidden states that a model returns; 0 if it returns others."""
+    widths = {m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)}
+    with suppress(Exception), eval_mode(model), plain_kernels():
+        width = find_logits(model(ids), ids).shape[2]
+        return width if width in widths else 0
+    return 0
 
 
 def batch_sizes(model: nn.Module) -> list[int]:
@@ -618,11 +637,15 @@ def _changed_by(model: nn.Module, signature: CallSignature, ids: Tensor, place: 
     """
     other = ids.clone()
     other[:, place] = ids[:, -1 - place]
-    try:
-        with eval_mode(model), plain_kernels():
-            one, two = (_of_every_position(model, signature, each) for each in (ids, other))
-    except Exception:
-        return torch.empty(0, dtype=torch.bool)
+    outputs = []
+    for each in (ids, other):
+        with torch.random.fork_rng([]), eval_mode(model), plain_kernels():
+            torch.manual_seed(0)  # of dropout that is applied in eval mode too
+            try:
+                outputs.append(_of_every_position(model, signature, each))
+            except Exception:
+                return torch.empty(0, dtype=torch.bool)
+    one, two = outputs
     change = torch.where(one == two, 0, (one - two).abs()).amax((0, 2))
     if not change.isfinite().all():
         return torch.empty(0, dtype=torch.bool)
