@@ -70,13 +70,13 @@ _PATTERNS = {
     rf"|pos(ition(al)?)?{_EMB}(len(gth)?|count|num(ber)?)"
     r"|.*(num)?max(abs(olute)?)?pos(itions?)?|n(dec|enc)seq"
     r"|(max|input|maxtoken)len(gth)?|(max)?(sent(ence)?|text|prompt)len(gth)?"
-    r"|length|maxtokens|window(size|len(gth)?)?|(text|token|input)?chunk(size|len(gth)?)|timesteps|nstep|maxt|tmax"
+    r"|length|maxtokens|maxsequence|bptt|window(size|len(gth)?)?|(text|token|input)?chunk(size|len(gth)?)|timesteps|nstep|maxt|tmax"
     r"|(pos|positions?|ctx|context|seq|sequence)capacity"
     r"|(len|length|size)(of)?(pos|positions?|ctx|context|seq|sequence)",
     "d_inner": rf".*{_MLP}({_EMB}?{_SIZE}|(num)?h(id(dens?)?)?{_SIZE}?)?|nhid"
     r"|proj(ection)?forward"
     rf"|(pf|fc|ffnn|feedfwd|fwd|forward|filter|mid(dle)?|expert){_SIZE}"
-    r"|(d|dim)(pf|fc|ffnn|mid|expert)",
+    rf"|(d|dim)(pf|fc|ffnn|mid|expert|inter|internal)|(moe)?inter(nal)?{_SIZE}",
     "n_embd": rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
     rf"|(model|residual|input|tok(en)?|feature|vec(tor)?|latent|chan(nel)?){_SIZE}"
     rf"|{_N}dims?|{_N}(channels|features)|n?width|nstate"
@@ -137,7 +137,7 @@ _LETTERS = {"v": "vocab_size", "t": "n_positions", "c": "n_embd", "d": "n_embd",
 NO_ID = -1  # of a padding token, so that a padding mask masks nothing
 # Values for arguments that do not affect the logits.
 _NEUTRAL: dict[str, Any] = dict.fromkeys(
-    ("padid", "ipad", "padidx", "paddingidx", "padtokenid", "padtoken"), NO_ID
+    "padid ipad padidx padindex srcpadidx trgpadidx paddingidx padtokenid padtoken".split(), NO_ID
 ) | {
     "modeltype": None, "name": "gpt2", "batchsize": 1, "batch": 1, "learningrate": 1e-3,
     "lr": 1e-3, "weightdecay": 0.0, "verbose": False, "debug": False, "seed": 0, "usecache": False,

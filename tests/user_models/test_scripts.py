@@ -440,6 +440,14 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
         (["no_of_heads", "norm_first", "noise"], ["n_head", "pre_norm", None]),
         (["logit_soft_cap", "softcap", "capacity"], ["cap", "cap", None]),
         (["logits", "with_lm_head", "no_logits", "lm_head"], ["on", "on", "off", None]),
+        (["decoder_only", "is_decoder", "decoder"], ["on", "on", None]),
+        (["mask_attention", "use_masked_attn", "mask"], ["causal", "causal", None]),
+        (["INTERNAL_DIMENSION", "moe_inter_dim", "interval"], ["d_inner", "d_inner", None]),
+        (["TEXT_CHUNK_SIZE", "max_sequence", "bptt"], ["n_positions"] * 3),
+        (["positional_embeddings_len", "d_qkv"], ["n_positions", "d_head"]),
+        (["vocab_size_in", "vocab_size_out"], ["vocab_size", "vocab_size"]),
+        (["nb_trans", "word_embed_proj_dim"], ["n_layer", "n_embd"]),
+        (["num_query_heads_per_key", "proj_forward"], ["one", "d_inner"]),
     ],
 )
 def test_names_have_the_expected_roles(names: list[str], roles: list[str | None]) -> None:
