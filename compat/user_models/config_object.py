@@ -11,11 +11,11 @@ import re
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -296,6 +296,10 @@ class ConfigMaker:
             needed = name in self.usage.names and name not in {*self.usage.optional, *entries}
             if replaced or (needed and not hasattr(made, name)):
                 _set(made, name, value)
+        for name, value in _computed_in_body(template):
+            if name not in entries:
+                with contextlib.suppress(Exception):
+                    _set(made, name, eval(value, {n: getattr(made, n) for n in value.co_names}))
         # Entries that the class lacks, because the model has outgrown it.
         for name, value in entries.items():
             if name not in {*parameters, *self.usage.sections} and not hasattr(made, name):
@@ -448,6 +452,18 @@ def _constants(template: type) -> set[str]:
         set_to = re.findall(r"\bself\.(\w+)\s*(?::[^=\n]+)?=", own)
         found |= {name for name in set_to if role_of(name) == "vocab_size"}
     return found
+
+
+def _computed_in_body(template: type) -> Iterator[tuple[str, CodeType]]:
+    """Yield attributes such as `hidden = n_embd` in the body of a class, and the code of each."""
+    module = sys.modules.get(template.__module__)
+    for node in () if module is None else tree_of(module).body:
+        for each in (
+            node.body if isinstance(node, ast.ClassDef) and node.name == template.__name__ else ()
+        ):
+            match each:
+                case ast.Assign([ast.Name(name)], ast.Name() | ast.BinOp() as value):
+                    yield name, compile(ast.Expression(value), "<config>", "eval")
 
 
 def value_by_name(parameter: Parameter, known: Mapping[str, Any]) -> tuple[bool, Any]:

@@ -526,3 +526,11 @@ def test_a_seed_is_not_a_width(tmp_path: Path) -> None:
         built(tmp_path, source)
     model, call = built(tmp_path, source.replace("manual_seed", "arange"))
     assert model.tok.embedding_dim == 123 and "your code runs in width 123" in call
+
+
+def test_attributes_that_the_body_of_a_config_class_computes_follow(tmp_path: Path) -> None:
+    more = "\n    same = n_embd\n    double = 2 * n_embd\n    other = n_embd if n_embd else 1\n"
+    source = KNOWN.replace("def __init__(self, cfg)", "def __init__(self, cfg: Config)")
+    source = source.replace(LATE, f"cfg.same; {LATE}")
+    model, _ = built(tmp_path, FIELDS.rstrip() + more + source)
+    assert (model.cfg.same, model.cfg.double, model.cfg.other) == (24, 48, 6)
