@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -208,22 +208,25 @@ def _has_entries(value: object) -> bool:
 def _adapt(model: nn.Module, checkpoint: Checkpoint, options: Options) -> Adaptation:
     """Adapt a model in float32 or float64."""
     config, forward, seconds = checkpoint.config, options.forward, Stages(options.progress)
-    state = ModelState(model)
-    with timed(seconds, "trace"):
-        ids = random_ids(checkpoint, 0, 2, options.example_length or example_length(config))
-        # The first and last ids may be padding ids, which the model masks.
-        ids = ids.clamp(min(2, config.vocab_size - 1), max(config.vocab_size - 3, 0))
-        try:
-            call, ids = (forward, ids) if forward else find_call(model, checkpoint, ids)
-        except NoLogitsError as error:
-            if not (line := one_token_line(error)):
-                raise
-            with without_assertions(model):
-                return of_one_token(_adapt(model, checkpoint, options), line)
-    run = Run(model, checkpoint, call, ids, seconds, options.make_reference)
-    with first_calls(model, state, call, ids) as changed:
+    state, one_token = ModelState(model), None
+    with ExitStack() as changes:
+        with timed(seconds, "trace"):
+            ids = random_ids(checkpoint, 0, 2, options.example_length or example_length(config))
+            # The first and last ids may be padding ids, which the model masks.
+            ids = ids.clamp(min(2, config.vocab_size - 1), max(config.vocab_size - 3, 0))
+            try:
+                call, ids = (forward, ids) if forward else find_call(model, checkpoint, ids)
+            except NoLogitsError as error:
+                if (one_token := one_token_line(error)) is None:
+                    raise
+                changes.enter_context(without_assertions(model))
+                call, ids = find_call(model, checkpoint, ids)
+        run = Run(model, checkpoint, call, ids, seconds, options.make_reference)
+        continues = changes.enter_context(first_calls(model, state, call, ids))
         adaptation = _judged(run, is_found=forward is None)
-    findings = [continued(model, changed)] if changed else []
+    if one_token is not None:
+        adaptation = of_one_token(adaptation, one_token)
+    findings = [continued(model, continues)] if continues else []
     return replace(adaptation, findings=[*adaptation.findings, *findings])
 
 

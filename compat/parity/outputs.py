@@ -32,8 +32,8 @@ def find_logits(
         AdaptError: the output does not contain such a tensor.
     """
     B, T = ids.shape
-    if isinstance(output, list) and len({getattr(each, "shape", None) for each in output}) == 1:
-        output = output[-1]
+    if isinstance(output, list) and all(isinstance(each, Tensor) for each in output):
+        output = output[-1] if len({each.shape for each in output}) == 1 else output
     found = list(_tensors(output))
     floats = [tensor for tensor in found if tensor.is_floating_point()]
     final = [t.view(B, 1, -1) for t in floats if t.shape[:-1] in ((B,), (B, 1))]

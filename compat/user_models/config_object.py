@@ -457,13 +457,12 @@ def _constants(template: type) -> set[str]:
 def _computed_in_body(template: type) -> Iterator[tuple[str, CodeType]]:
     """Yield attributes such as `hidden = n_embd` in the body of a class, and the code of each."""
     module = sys.modules.get(template.__module__)
-    for node in () if module is None else tree_of(module).body:
-        for each in (
-            node.body if isinstance(node, ast.ClassDef) and node.name == template.__name__ else ()
-        ):
-            match each:
-                case ast.Assign([ast.Name(name)], ast.Name() | ast.BinOp() as value):
-                    yield name, compile(ast.Expression(value), "<config>", "eval")
+    nodes = [] if module is None else tree_of(module).body
+    classes = (n for n in nodes if isinstance(n, ast.ClassDef) and n.name == template.__name__)
+    for node in [each for cls in classes for each in cls.body]:
+        match node:
+            case ast.Assign([ast.Name(name)], ast.Name() | ast.BinOp() as value):
+                yield name, compile(ast.Expression(value), "<config>", "eval")
 
 
 def value_by_name(parameter: Parameter, known: Mapping[str, Any]) -> tuple[bool, Any]:

@@ -845,9 +845,8 @@ class _Dissection:
         qkv = qkv.union(*(index.frontier(node) for node in further))
         ordered = sorted(qkv, key=self.graph.order.__getitem__)
         others = [n for n in ordered if n not in index.projections]
-        if (
-            others and self.accepts_others
-        ):  # terms that are added to the projections, as by an embedding
+        # Terms that are added to the projections, as by an embedding.
+        if others and self.accepts_others:
             qkv -= {*others}
             ordered = [n for n in ordered if n in qkv]
             others = [] if all(self.graph.ancestors[o] & qkv for o in operands) else others

@@ -35,18 +35,21 @@ def first_calls(
         except Exception:
             return None
 
-    state.restore(model)
-    first, second = logits(), logits()
-    changed = state.restore(model)
-    if changed and first is not None:
+    changed = state.restore(model)  # by the calls with which `call` was found
+    if not changed:
+        logits()
+        changed = state.restore(model)
+    if changed:
+        first, second = logits(), logits()
+        state.restore(model)
         again = logits()
         state.restore(model)
-        is_repeated = again is not None and torch.equal(first, again)
-        if not is_repeated or (second is not None and torch.equal(first, second)):
-            changed = []
-    hook = model.register_forward_pre_hook(state) if changed and first is not None else None
+        same = [first is not None and each is not None and torch.equal(first, each)
+                for each in (second, again)]  # fmt: skip
+        changed = changed if same == [False, True] else []
+    hook = model.register_forward_pre_hook(state) if changed else None
     try:
-        yield changed if hook else []
+        yield changed
     finally:
         if hook:
             hook.remove()
