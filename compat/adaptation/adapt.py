@@ -44,12 +44,7 @@ from compat.adaptation.other_ways import (
 from compat.adaptation.part import of_part, with_part
 from compat.adaptation.result import Adaptation
 from compat.adaptation.stages import MakeReference, Progress, Run, Stages, judge, map_graph, timed
-from compat.adaptation.tracing.calling import (
-    Forward,
-    NoLogitsError,
-    check_model,
-    method_calls,
-)
+from compat.adaptation.tracing.calling import Forward, NoLogitsError, check_model, method_calls
 from compat.adaptation.tracing.flex_attention import plain_flex_attention
 from compat.adaptation.tracing.one_token import one_token_line, without_assertions
 from compat.adaptation.tracing.plain_lists import registered
@@ -172,8 +167,8 @@ def _adapt_in_own_type(model: nn.Module, checkpoint: Checkpoint, options: Option
 def _types_replaced(model: nn.Module, to: torch.dtype) -> Iterator[None]:
     """Replace half precision in the globals of the user's code, and in what its modules hold.
 
-    Code such as `x.softmax(-1, dtype=DTYPE)` fails in a converted model otherwise, and so do caches
-    that are no buffers, and code that sets the default type.
+    Code such as `x.softmax(-1, dtype=DTYPE)` fails in a converted model otherwise. So do tensors
+    that are not buffers, such as those of a cache, and code that sets torch's default data type.
     """
     modules = list(model.modules())
     own = (sys.modules.get(type(module).__module__) for module in modules)

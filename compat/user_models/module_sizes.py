@@ -46,6 +46,7 @@ from compat.user_models.usage import (
     assigned,
     embeddings,
     is_users_class,
+    name_of,
     nodes_of,
     source_of,
     tree_of,
@@ -289,19 +290,10 @@ def _repeated(tree: ast.Module) -> frozenset[str]:
     found = set[str]()
     for node in ast.walk(tree):
         match node:
-            case ast.ListComp(ast.Call(), [ast.comprehension(iter=times)]) | ast.GeneratorExp(
-                ast.Call(), [ast.comprehension(iter=times)]
-            ):
-                match times:
-                    case ast.Call(
-                        ast.Name("range"),
-                        [
-                            ast.Name(name)
-                            | ast.Attribute(attr=name)
-                            | ast.Subscript(_, ast.Constant(str(name)))
-                        ],
-                    ):
-                        found.add(name)
+            case (ast.ListComp() | ast.GeneratorExp()) as made if isinstance(made.elt, ast.Call):
+                match made.generators[0].iter:
+                    case ast.Call(ast.Name("range"), [times]):
+                        found.add(name_of(times))
     return frozenset(found)
 
 

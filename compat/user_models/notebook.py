@@ -64,6 +64,7 @@ class Statement:
         binds: The names that it assigns.
         changes: The names whose values it changes: `config["n"] = 1`, `Model.forward = forward`.
         reads: The global names that it reads, also in functions.
+        calls: The names that it calls, unless it defines a function or class.
     """
 
     node: ast.stmt
@@ -72,6 +73,7 @@ class Statement:
     binds: set[str]
     changes: set[str]
     reads: set[str]
+    calls: set[str]
 
 
 class LazyModule:
@@ -396,7 +398,7 @@ def _needed(statements: list[Statement], name: str) -> set[int]:
     never called after it does not replace one that is.
     """
     binding = [i for i, statement in enumerate(statements) if name in statement.binds]
-    calls = [i for i, statement in enumerate(statements) if _calls(statement.node, name)]
+    calls = [i for i, statement in enumerate(statements) if name in statement.calls]
     called = [i for i in binding if i < max(calls, default=0)]
     last = max(called or binding)
     if unused := [i for i in binding if i > last]:
@@ -417,14 +419,6 @@ def _needed(statements: list[Statement], name: str) -> set[int]:
             names |= {"sys"} & bound
         if not names <= bound:
             names.add("*")
-
-
-def _calls(node: ast.stmt, name: str) -> bool:
-    """Return whether a statement that defines no function or class calls what has a name."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return False
-    functions = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
-    return any(isinstance(each, ast.Name) and each.id == name for each in functions)
 
 
 def _separate(node: ast.stmt) -> list[ast.stmt]:
@@ -448,7 +442,15 @@ def _statement(node: ast.stmt, filename: str, offset: int) -> Statement:
     if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
         binds = {"*"}
     reads = {s.get_name() for s in symbols if s.is_referenced()}.union(*_inner_globals(table))
-    return Statement(node, filename, offset, binds, set(_changed(node)), reads)
+    return Statement(node, filename, offset, binds, set(_changed(node)), reads, _called(node))
+
+
+def _called(node: ast.stmt) -> set[str]:
+    """Return the names that a statement calls, unless it defines a function or class."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return set()
+    functions = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
+    return {function.id for function in functions if isinstance(function, ast.Name)}
 
 
 def _inner_globals(table: symtable.SymbolTable) -> Iterator[set[str]]:

@@ -240,10 +240,10 @@ def embedding_widths(cls: Callable[..., Any]) -> set[str]:
     """Return the names of widths in the user's code, such as C in `nn.Embedding(V, config.C)`."""
     tables = (sizes for module in user_modules(cls) for _, sizes in embeddings(module))
     widths = (sizes["embedding_dim"] for sizes in tables if "embedding_dim" in sizes)
-    return {name for width in widths if (name := _name_of(width))}
+    return {name for width in widths if (name := name_of(width))}
 
 
-def _name_of(node: ast.expr) -> str:
+def name_of(node: ast.expr) -> str:
     """Return the last name of `name`, `o.name` and `o["name"]`; empty for other expressions."""
     return node.id if isinstance(node, ast.Name) else _read(node)[1]
 
@@ -252,7 +252,7 @@ def factors_of(cls: Callable[..., Any], name: str) -> set[str]:
     """Return the names by which the user's code multiplies an entry: `dim` in `dim * ratio`."""
     found: set[str] = set()
     for node in users_nodes(cls):
-        names = {_name_of(operand) for operand in _operands(node)}
+        names = {name_of(operand) for operand in _operands(node)}
         found |= names - {name, ""} if name in names else set()
     return found
 
@@ -265,7 +265,7 @@ def is_width(cls: Callable[..., Any], name: str) -> bool:
             operands = node.args[:1]
         elif not any(isinstance(n, ast.Constant) and n.value == 4 for n in operands):
             continue
-        if name in map(_name_of, operands):
+        if name in map(name_of, operands):
             return True
     return False
 

@@ -464,8 +464,7 @@ def _returns_hidden_states(model: nn.Module, signature: CallSignature, ids: Tens
         returned, logits = (
             replace(signature, of_loss=of_loss)(model, ids).shape[2] for of_loss in (False, True)
         )
-        widths = {m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)}
-        return returned in widths and returned != logits
+        return returned in _embedding_widths(model) and returned != logits
     return False
 
 
@@ -512,11 +511,14 @@ def method_calls(model: nn.Module, ids: Tensor) -> MethodCalls | None:
 
 def _hidden_width(model: nn.Module, ids: Tensor) -> int:
     """Return the width of the hidden states that a model returns; 0 if it returns others."""
-    widths = {m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)}
     with suppress(Exception), eval_mode(model), plain_kernels():
         width = find_logits(model(ids), ids).shape[2]
-        return width if width in widths else 0
+        return width if width in _embedding_widths(model) else 0
     return 0
+
+
+def _embedding_widths(model: nn.Module) -> set[int]:
+    return {m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
 def batch_sizes(model: nn.Module) -> list[int]:
