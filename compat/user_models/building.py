@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -44,6 +45,7 @@ def constructed(
         if is_users_class(value) and isinstance(vars(value).get("_tied_weights_keys"), list)
     }  # fmt: skip
     with contextlib.ExitStack() as undo, _NewTensors(config), _tokenizers(config):
+        undo.enter_context(patch.object(os, "_exit", sys.exit))  # which ends without a message
         for cls in lists:
             undo.enter_context(patch.object(cls, "_tied_weights_keys", {}))
         model: Any = target(**arguments)

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from compat.user_models.synonyms import SIZES, role_of
 from compat.user_models.usage import users_folders
 
 MOST_BYTES = 100_000
+MOST_FILES = 300  # of a folder
 
 
 def config_in_files(
@@ -35,14 +37,14 @@ def config_in_files(
 
 def _files(target: Callable[..., Any]) -> Iterator[Path]:
     for folder in users_folders(target):
-        for pattern in ("*", "conf*/*", "conf*/*/*"):
-            for file in sorted(folder.glob(f"{pattern}.*")):
+        for pattern in ("*", "conf*/*", "conf*/*/*", "conf*/*/**/*"):
+            for file in islice(sorted(folder.glob(f"{pattern}.*")), MOST_FILES):
                 python = file.suffix == ".py" and "conf" in file.stem.lower()
                 if (python or file.suffix in (".yaml", ".yml", ".json")) and file.is_file():
                     yield file
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _read(file: Path) -> Any:
     """Return what a file holds; None if it cannot be read, or no library reads it."""
     with contextlib.suppress(Exception):

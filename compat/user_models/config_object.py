@@ -171,9 +171,13 @@ class ConfigMaker:
         """Return a dictionary or a namespace with the names that are read, and the template's."""
         usage = self.usage
         values = {name: value for name in usage.names for known, value in [neutral(name)] if known}
+        for name, strings in compared_strings(self.cls).items():
+            if isinstance(values.get(name), torch.dtype):
+                values[name] = "float32" if "float32" in strings else min(strings)
         values |= {name: {} for name in usage.tables}  # of presets; the checkpoint is none of them
         numbers = [name for name, value in template.items() if type(value) is int]
-        known = _known_values(self.cls, [*usage.names, *template], self.config, numbers)
+        names = {*usage.names, *template} - usage.tables
+        known = _known_values(self.cls, sorted(names), self.config, numbers)
         values |= template
         values |= {name: v for name, v in known.items() if v is not None or not values.get(name)}
         counted = {name: symbols(name, self.config) for name in known if counts(self.cls, name)}

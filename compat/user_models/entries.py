@@ -53,6 +53,10 @@ def only(arguments: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     own = dict(arguments)
     for name, value in arguments.items():
         own |= {f"{name}.{key}": entry for key, entry in entries_of(value).items()}
+    for name in set(names) - set(own):  # in the body of a class of the user's
+        owner, _, key = name.partition(".")
+        if hasattr(arguments.get(owner), key):
+            own[name] = getattr(arguments[owner], key)
     return nested({name: own[name] for name in names if name in own})
 
 

@@ -48,9 +48,10 @@ _COUNT = re.compile("^n|num|size|len|count|dim")  # in the name of a number or i
 # Texts that replace those of files and cells, by name; see `edited_sources`.
 EDITED: dict[str, str] = {}
 # Methods that change their object.
-MUTATORS = set(
-    "add add_argument append extend insert merge_from_dict set_defaults setdefault update".split()
-)
+MUTATORS = {
+    "add", "add_argument", "add_special_tokens", "add_tokens", "append", "extend", "insert",
+    "merge_from_dict", "set_defaults", "setdefault", "update",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from torch import nn
 from compat.config import GPT2Config
 from compat.user_code import is_project_top
 from compat.user_models.arguments import required_names
+from compat.user_models.config_object import is_namespace
 from compat.user_models.notebook import read_source
 from compat.user_models.synonyms import AMBIGUOUS, CONFIG_CLASSES, size_role, value_of
 from compat.user_models.target import imported
@@ -231,9 +232,28 @@ class _Evaluation:
         if len(found) < len(node.args) + sum(k.arg is not None for k in node.keywords):
             raise _Unknown
         try:
-            return callee(**found)
+            made = callee(**found)
         except Exception as error:
             raise _Unknown from error
+        if not isinstance(made, nn.Module):
+            for name, value in self._in_sizes(made).items():
+                with contextlib.suppress(AttributeError, TypeError):  # it is frozen
+                    setattr(made, name, value)
+        return made
+
+    def _in_sizes(self, config: Any) -> dict[str, Any]:
+        """Return the attributes of a user's config that are sizes, with those of the checkpoint.
+
+        Sections of a config may be classes.
+        """
+        found = dict[str, Any]()
+        for name in dir(config):
+            value, role = getattr(config, name, None), size_role(name)
+            if role and type(value) is int:
+                found[name] = value_of(role, self.config)
+            elif name[0] != "_" and isinstance(value, type) and is_namespace(value):
+                found[name] = type(value.__name__, (value,), self._in_sizes(value))
+        return found
 
 
 def _is_module_or_config(value: Any) -> bool:
@@ -259,7 +279,7 @@ def own_calls(target: type[nn.Module]) -> list[OwnCall]:
             with contextlib.suppress(SyntaxError):
                 trees[file] = ast.parse(source)
     found = [
-        OwnCall(node, names, _options(tree), values | _imported(node, tree, folders), target)
+        OwnCall(node, names, _options(tree), values | _imported(node, names, tree, folders), target)
         for tree in trees.values()
         for node, names in _calls(tree, target.__name__, required, {})
     ]
@@ -310,10 +330,16 @@ def _last_name(node: ast.Name | ast.Attribute) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr
 
 
-def _imported(call: ast.Call, tree: ast.Module, folders: list[Path]) -> dict[str, Any]:
-    """Return the classes of the project that a call names and that its file imports."""
+def _imported(
+    call: ast.Call, assigned: Mapping[str, ast.expr], tree: ast.Module, folders: list[Path]
+) -> dict[str, Any]:
+    """Return the classes of the project that a call's arguments need and that its file imports."""
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    names = {n.id for each in arguments for n in ast.walk(each) if isinstance(n, ast.Name)}
+    names = set[str]()
+    for each in arguments:  # grows
+        used = {node.id for node in ast.walk(each) if isinstance(node, ast.Name)} - names
+        arguments += [assigned[name] for name in used if name in assigned]
+        names |= used
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:

@@ -156,7 +156,7 @@ _NEUTRAL_PATTERNS = {re.compile(pattern): value for pattern, value in {
     # Lengths of the training.
     r"(n|num|max|total|training|train|warmup|decay|log|logging|eval|val|save|checkpoint)+"
     r"(steps?|epochs?|iters?|iterations?|interval)": 1,
-    "(rope|rotary).*(base|theta)": 10000.0,
+    "(rope|rotary).*(base|theta)(freq|frequency)?": 10000.0,
     "(partial)?rotary(pct|percent|percentage|factor|fraction)": 1.0,
 }.items()}  # fmt: skip
 # Names of the characters or words of a vocabulary, whose number the code takes.

@@ -371,7 +371,8 @@ class _AboveFinder:
     A package with another name than its folder is found too: that of `from package.part import …`
     in a file beside or below `part.py` or a folder `part`. So are modules in the folders that the
     file adds to sys.path, as in `sys.path.append("../part")`, which is meant for scripts that are
-    run in the file's folder, and the only module of its name in a folder below the file's.
+    run in the file's folder, the only module of its name in a folder below the file's, and
+    `part.py` in a folder `part` that is no package.
 
     Attributes:
         top: the top folder of the project.
@@ -382,7 +383,7 @@ class _AboveFinder:
         self._folders = project_folders(folder)
         self.top = self._folders[-1]
         self._path = {*sys.path, *map(str, (*folders, Path.cwd()))}
-        source = read_source(file) if file.suffix == ".py" else ""
+        self._source = source = read_source(file) if file.suffix == ".py" else ""
         pattern = r"^from (\w+)\.(\w+)([\w.]*) import \(?([\w, ]*)"
         imports = re.findall(pattern, source, re.MULTILINE)
         self._renamed = {
@@ -407,6 +408,7 @@ class _AboveFinder:
         for place in map(Path.resolve, (*added, *above)):
             code = (f"{name}.py", f"{name}/*.py", f"{name}/*/*.py")  # not a folder of data
             if any(any(place.glob(pattern)) for pattern in code):
+                place = place / name if self._is_module_in_folder(name, place) else place
                 return importlib.machinery.PathFinder.find_spec(name, [str(place)])
         inner = [*self._folders[0].glob(f"*/{name}.py"), *self._folders[0].glob(f"*/*/{name}.py")]
         if len(inner) == 1:  # in a folder that the author's machine has on its path
@@ -416,6 +418,15 @@ class _AboveFinder:
         package = importlib.machinery.ModuleSpec(name, None, is_package=True)
         package.submodule_search_locations = [str(self._renamed[name])]
         return package
+
+    def _is_module_in_folder(self, name: str, place: Path) -> bool:
+        """Return whether a folder, which is no package, has a module of its own name."""
+        as_package = rf"\b(from|import) {name}\.|\bfrom {name} import {name}\b"
+        alone = (
+            not (place / f"{name}.py").is_file() and not (place / name / "__init__.py").is_file()
+        )
+        inside = (place / name / f"{name}.py").is_file()
+        return alone and inside and not re.search(as_package, self._source)
 
 
 def _may_be(file: Path, module: str, names: list[str]) -> bool:

@@ -129,7 +129,7 @@ class Search:
                 self.run(self.small, arguments_with(self.chosen, self.small))
         except UnknownArguments as error:
             if not self._choose_unknown(error.names):
-                return next(self._as_called(error.names), {})
+                return next(chain(self._as_called(error.names), self._as_called()), {})
         except ModuleNotFoundError:
             raise
         except (Exception, SystemExit):

@@ -29,6 +29,8 @@ _GETATTR = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']""")
 _DEFAULT = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']\s*,""")
 # The first branch consumes the `in` of loops.
 _TABLE = re.compile(r"""\bfor\s[\w\s,()]+\sin\b|\bin\s+[\w.]+\[\s*["'](\w+)["']\s*\]""")
+# What is a table by its default: `config.get("name", {})`.
+_TABLE_BY_DEFAULT = re.compile(r"""\.get\(\s*["'](\w+)["']\s*,\s*(?:\{\}|dict\(\))""")
 _OWN = re.compile(r"\bself\.(\w+)\b(?!\s*\()")
 # Buffers, and attributes that the code assigns without reading their previous value.
 _MADE = re.compile(r"""\bself\.(\w+)\s*=(?!=)(?!.*self\.\1\b)|register_buffer\(\s*["'](\w+)""")
@@ -44,7 +46,8 @@ class Usage:
     Args:
         items: Names read as `config["name"]` or `config.get("name")`.
         attributes: Names read as `config.name`, `getattr(config, "name")` or `config.get_name()`.
-        tables: Names of tables in which a key is looked up: `key in config["name"]`.
+        tables: Names of tables in which a key is looked up: `key in config["name"]`, or which are
+            empty by default: `config.get("name", {})`.
         with_default: Attributes that are read with a default: `getattr(config, "name", 1)`.
         optional: Those that are only read so.
         sections: Names off which sizes are read in turn: `model` of `config.model.n_layer`.
@@ -104,7 +107,7 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     return Usage(
         frozenset(items),
         frozenset(attributes),
-        frozenset(_TABLE.findall(text)) - {""},
+        frozenset([*_TABLE.findall(text), *_TABLE_BY_DEFAULT.findall(text)]) - {""},
         frozenset(with_default),
         frozenset(optional),
         frozenset(_sections(cls) & {*items, *attributes}),
@@ -279,7 +282,7 @@ def _operands(node: ast.AST) -> list[ast.expr]:
 
 
 def compared_strings(cls: Callable[..., Any]) -> dict[str, set[str]]:
-    """Return the strings that the user's code compares variables and attributes with, by name."""
+    """Return the strings that the user's code compares variables and entries with, by name."""
     found: dict[str, set[str]] = {}
     for node in users_nodes(cls):
         match node:
@@ -298,9 +301,9 @@ def compared_strings(cls: Callable[..., Any]) -> dict[str, set[str]]:
             match side:
                 case ast.Call(ast.Attribute(ast.expr() as side, "lower" | "strip")):
                     pass
-            match side:
-                case ast.Name(name) | ast.Attribute(_, name):
-                    found.setdefault(name, set()).update(strings)
+            name = side.id if isinstance(side, ast.Name) else _read(side)[1]
+            if name:
+                found.setdefault(name, set()).update(strings)
     return found
 
 

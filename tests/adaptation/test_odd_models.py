@@ -581,6 +581,33 @@ def test_an_operation_between_the_last_post_norm_and_ln_f_is_found(tiny: Path) -
     assert "softmax between h.2.out and ln_f" in adaptation.deviations[1].message
 
 
+class PositionsInEachBlock(SoftmaxAfterPostNorms):
+    def block(self, i: int, block: Block, x: Tensor) -> Tensor:
+        added = self.wpe.weight[: x.shape[1]] if i else 0
+        return super().block(i, block, x + added)
+
+    def final(self, x: Tensor) -> Tensor:
+        return self.ln_f(x)
+
+
+def test_an_operation_between_a_post_norm_and_the_next_block_is_found(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(PositionsInEachBlock), tiny)
+    assert [f.code for f in adaptation.deviations] == ["post_ln", "extra_operation"]
+    assert "add between h.0.out and the projection of q" in adaptation.deviations[1].message
+    assert all(f.evidence.startswith("confirmed") for f in adaptation.deviations)
+
+
+class AttentionAgain(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.ln_1(x))
+        return x + self.attend(self.ln_2(x))
+
+
+def test_attention_in_place_of_the_mlp_leaves_nothing_unexplained(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(with_blocks(AttentionAgain)), tiny)
+    assert {f.code for f in adaptation.deviations} == {"no_mlp", "shared_parameters"}
+
+
 class HiddenOnly(GPT):
     def head(self, x: Tensor) -> Tensor:
         return x

@@ -919,7 +919,7 @@ FORMS: dict[str, tuple[list[tuple[str, str]], list[str], str]] = {
     ),
     "an attention in the place of the MLP": (
         [("x = self.ff(x)", "x = self.att(x)")],
-        ["no_mlp", "shared_parameters", "unexplained"],
+        ["no_mlp", "shared_parameters"],
         "x = self.ff(x)",
     ),
     "padding that a method finds": (

@@ -154,3 +154,22 @@ def test_no_other_code_of_the_call_is_executed(tmp_path: Path) -> None:
     with pytest.raises(AdaptError, match="GPT needs the arguments"):
         built(tmp_path, {"own.py": MODEL + call, "pyproject.toml": ""})
     assert not (tmp_path / "written").exists()
+
+
+def test_sections_of_a_config_class_that_only_a_script_imports_have_the_checkpoints_sizes(
+    tmp_path: Path,
+) -> None:
+    model = "import torch\nfrom torch import nn\n\nclass GPT(nn.Module):\n"
+    model += "    def __init__(self, config):\n        super().__init__()\n"
+    model += "        self.table = nn.Embedding(config.vocab_size, config.n_embd)\n"
+    model += "        part = config.Mixer\n        assert part.kinds == ('a', 'b')\n"
+    model += "        self.mix = nn.Linear(part.n_embd, part.n_embd)\n"
+    model += "\n    def forward(self, ids):\n"
+    model += "        return self.mix(self.table(ids)) @ self.table.weight.T\n"
+    config = "class Mixer:\n    n_embd = 64\n    kinds = ('a', 'b')\n\nclass ModelConfig:\n"
+    config += "    vocab_size = 65\n    n_embd = 64\n    Mixer = Mixer\n"
+    call = "from own import GPT\nfrom sizes import ModelConfig\n\n"
+    call += "config = ModelConfig()\nmodel = GPT(config)\nraise OSError\n"
+    files = {"own.py": model, "sizes.py": config, "train.py": call, "pyproject.toml": ""}
+    found, _ = built(tmp_path, files)
+    assert (found.table.weight.shape, found.mix.weight.shape) == ((97, 24), (24, 24))

@@ -18,6 +18,9 @@ from compat.user_models.synonyms import neutral, role_of, role_of_number
 from tests.user_models.own_file import CONFIG, build, described, loaded
 
 OF_CONFIG = "vocab_size, n_embd, n_layer = config.vocab_size, config.n_embd, config.n_layer"
+ITEMS_OF_CONFIG = (
+    'vocab_size, n_embd, n_layer = config["vocab_size"], config["n_embd"], config["n_layer"]'
+)
 ARGUMENTS = ", vocab_size, n_embd, n_layer"
 
 
@@ -99,6 +102,44 @@ n_embd, n_layer = 5, 6
     model = build(tmp_path, read + sized() + "        self.seen = places\n")
     assert model.seen["e"] == 1
     assert model.wte.weight.shape == (97, 24)
+
+
+def test_a_tokenizer_without_files_has_the_tokens_that_are_added(tmp_path: Path) -> None:
+    read = """
+from transformers import GPT2Tokenizer
+tokenizer = GPT2Tokenizer.from_pretrained("no/such/tokenizer")
+tokenizer.add_special_tokens({"pad_token": "<pad>"})
+vocab_size, n_embd, n_layer = len(tokenizer), 5, 6
+"""
+    model = build(tmp_path, read + sized() + "        self.padding = tokenizer.pad_token_id\n")
+    assert model.wte.weight.shape == (97, 24)
+    assert isinstance(model.padding, int)
+
+
+def test_the_program_is_not_ended_without_a_message(tmp_path: Path) -> None:
+    source = sized("", "import os\nvocab_size, n_embd, n_layer = 5, 6, 7\nos._exit(3)")
+    with pytest.raises(AdaptError, match=r"SystemExit: 3\n.*os\._exit\(3\)"):
+        build(tmp_path, source)
+
+
+@pytest.mark.parametrize("expected", ["bfloat16", "float32"])
+def test_a_data_type_that_is_compared_with_strings_is_one(tmp_path: Path, expected: str) -> None:
+    lines = """
+if cfg["torch_dtype"] == "bfloat16":
+    self.kind = "bfloat16"
+else:
+    assert cfg["torch_dtype"] == "float32"
+    self.kind = "float32"
+vocab_size, n_embd, n_layer = cfg["vocab_size"], cfg["n_embd"], cfg["n_layer"]
+"""
+    if expected == "bfloat16":
+        lines = lines.replace('"float32"', "torch.float32")
+    assert build(tmp_path, "import torch\n" + sized(", cfg", lines)).kind == expected
+
+
+def test_a_section_that_is_empty_by_default_is_a_dictionary(tmp_path: Path) -> None:
+    lines = f"self.k = config.get('moe', {{}}).get('n_expert', 3)\n{ITEMS_OF_CONFIG}"
+    assert build(tmp_path, sized(", config", lines)).k == 3
 
 
 LIBRARY = """

@@ -915,6 +915,19 @@ def test_a_module_in_a_folder_of_the_authors_machine_is_found(tmp_path: Path) ->
     assert load_target(f"{path}:GPT").w not in (8, 9)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("as_package", [False, True])
+def test_a_module_in_a_folder_of_its_own_name_is_found(tmp_path: Path, as_package: bool) -> None:
+    """The folder is on the path of the author's machine, unless its parts are imported by name."""
+    write(tmp_path / "lib_of_mine" / "lib_of_mine.py", "WIDTH = 8\n")
+    imports = "from lib_of_mine import WIDTH"
+    if as_package:
+        imports = "from lib_of_mine import lib_of_mine\nWIDTH = lib_of_mine.WIDTH"
+    code = f"{imports}\nfrom torch import nn\n\nclass GPT(nn.Linear):\n    w = WIDTH\n"
+    path = write(tmp_path / "model" / "gpt.py", code)
+    write(tmp_path / "pyproject.toml", "")
+    assert load_target(f"{path}:GPT").w == 8  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("part", ["parts.py", "parts/sizes.py"])
 def test_a_package_whose_folder_was_renamed_is_found_with_its_parts(
     tmp_path: Path, part: str

@@ -91,8 +91,11 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
         parameters = bool(lengths) and not projects
         own_lengths = all(n == 1 or n % size(last)[-1] == 0 for n in lengths)
         joins = any(len({*n.all_input_nodes} & {first, *own}) > 1 for n in own)
+        several = any(n > size(last)[-1] for n in lengths) and not projects
         if not reduces and (joins or not (projects or own_lengths)):
             consumed = True  # a norm contains neither a sum of branches nor a factor of each layer
+        elif not reduces and several and not _treats_tokens_alike(graph, first, last):
+            consumed = True  # nor positions
         elif reduces and (not found or consumed or divided):
             found.append((first, last))
             consumed = parameters or any(kind(node) in NORM_KERNELS for node in piece)
@@ -102,6 +105,16 @@ def norms_between(graph: Graph, start: Node, end: Node) -> list[Norm]:
             consumed = consumed or parameters
             divided = divided or any(map(_is_root, piece))
     return [_with_parameters(graph, first, last) for first, last in found]
+
+
+def _treats_tokens_alike(graph: Graph, first: Node, last: Node) -> bool:
+    """Return whether a piece of a graph computes the same for equal tokens at all positions."""
+    axis = _channel_axis(graph, first)
+    token = random_values(size(first)).movedim(axis, -1).reshape(-1, size(first)[axis])[0]
+    x = token.expand(*(n for i, n in enumerate(size(first)) if i != axis), -1).movedim(-1, axis)
+    [y] = graph.run([last], {first: x})
+    tokens = y.movedim(axis, -1).flatten(end_dim=-2) if y.shape == x.shape else y
+    return torch.allclose(tokens, tokens[:1].expand_as(tokens), atol=1e-9)
 
 
 def _is_root(node: Node) -> bool:

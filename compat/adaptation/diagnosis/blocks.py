@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -643,6 +644,7 @@ def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, s
             is_added = is_added and branch.end in context.graph.ancestors[branch.total.branch]
             if is_added and not _is_explained(context, i, branch):
                 yield branch.end, branch.total.branch, branch.name, branch.tap, "the residual sum"
+    yield from _connections_after_norms(context)
     last = f"h.{len(context.layers) - 1}.ln_2"
     ends_known = not places.post or last in places.post
     if "ln_f" in places.named and ends_known and not (extra or context.sums_of_copies):
@@ -650,6 +652,30 @@ def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, s
         yield stream, places.named["ln_f"].start, tap, "ln_f", "ln_f"
     if "ln_f" in places.named and "ln_f.after" not in places.extra:
         yield places.named["ln_f"].end, context.anatomy.xf, "ln_f", "logits", HEAD
+
+
+def _connections_after_norms(
+    context: DiagnosisContext,
+) -> Iterator[tuple[Node, Node, str, str, str]]:
+    """Yield the connections of a norm after a residual sum with the branch that reads it next."""
+    graph, places = context.graph, context.places
+    readers = [
+        (branch, f"h.{i}.{at}", f"the projection of {reader}") for i, layer in context.layers
+        if not layer.parallel
+        for branch, at, reader in zip(
+            context.branches_of(i), ("q", "fc"), ("q, k and v", "the MLP"), strict=True
+        )
+    ]  # fmt: skip
+    for (before, *_), (branch, tap, reader) in pairwise(readers):
+        norm, shortcut = places.named.get(before.norm), branch.total.shortcut
+        if before.norm not in places.post or norm is None or shortcut is None:
+            continue
+        paths = [
+            [n for n in graph.on_paths([norm.end], [end]) if kind(n) not in MOVES]
+            for end in (branch.x, shortcut)
+        ]
+        if paths[0] == paths[1]:
+            yield norm.end, branch.x, before.tap, tap, reader
 
 
 def _is_explained(context: DiagnosisContext, i: int, branch: Branch) -> bool:
