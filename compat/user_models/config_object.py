@@ -118,6 +118,10 @@ def _known_values(
             if roles.get(name) in SIZES:
                 roles[name] = "activation_function" if strings & {*GELUS} else None
     values = {n: value_of(role, config) for n, role in roles.items() if role}
+    text = modules_text(cls)
+    for name, role in roles.items():  # a ratio of a model's own if it is not given
+        if role == "ratio" and re.search(rf"\b{name} is (not )?None\b", text):
+            values[name] = None
     names_of_gelu = [n for n, value in values.items() if value == "gelu_new"]
     return values | {name: activation_for(cls, name) for name in names_of_gelu}
 

@@ -20,15 +20,22 @@ _EMB = r"(emb|embd|embeds?|embeddings?|embedded)"
 # Not the end of `cutoff`, `diff`, `buff` or `coeff`.
 _MLP = r"((?<![oiu])(?<!coe)ff|ffn|ffwd?|mlp|mlpmid(dle)?|feedforward|inner|intermediate)"
 _LENGTH = r"(len|length|size|window)"
+_WITH = "(use|using|add|include|enable|has|have|with|is)"
+# What has a bias in GPT-2; other models also have biases for positions and experts.
+_BIASED = (
+    rf"({_MLP}|att|attn|attention|msa|mha|self|kv|[qkvocw]|qk|query|keys?|values?|in|out|output|proj"
+    r"(ection)?|up|down|gate|fc[12]?|linears?|dense|hidden|layers?|blocks?|model|gpt|transformer"
+    r"|decoder|all|shared|extra)"
+)
 _PATTERNS = {
     "embd_pdrop": rf"({_EMB}|pos).*drop.*|.*drop.*{_EMB}",
     "attn_pdrop": r"att.*drop.*|.*drop.*att.*",
     "resid_pdrop": r".*drop(out)?(rate|prob(ability)?)?|.*pdrop|drop(out)?.*",
     "layer_norm_epsilon": r"(.*[^t])?eps(ilon)?",
     "head_bias": r".*(head|output)bias",
-    "qkv_bias": r".*(attn|attention|qkv)bias|biasqkv",
+    "qkv_bias": rf"{_WITH}?(self|attn|attention|causal)*(attn|attention|qkv|kqv|kvq)bias|biasqkv",
     "layer_norm_bias": r".*(norm|ln)bias",
-    "bias": r".*bias(es|linear)?",
+    "bias": rf"{_WITH}?{_BIASED}*bias(es|linear)?",
     "tie_word_embeddings": rf"tied?|(use)?(tied?|shared?)(word)?({_EMB})?(weights?|{_EMB})"
     rf"|(use)?(weight|{_EMB})(tie|tying)",
     "init": r"(weight)?init(ializer)?(range|std|scale)",
@@ -222,7 +229,7 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
             roles = {role_of(o, among if _INPUT.fullmatch(plain(o)) else ()) for o in beside}
             if short == "hiddendim" and "hiddensize" in map(plain, among):
                 return second
-            return second if first in roles else first
+            return second if first in roles and second not in roles else first
     if short in _LETTERS:
         role, letters = _LETTERS[short], {plain(other) for other in among}
         if short == "n" and "l" in letters:  # the layers

@@ -261,11 +261,13 @@ def factors_of(cls: Callable[..., Any], name: str) -> set[str]:
 
 
 def is_width(cls: Callable[..., Any], name: str) -> bool:
-    """Return whether the user's code multiplies an entry by 4, or passes it to a norm."""
+    """Return whether the code multiplies an entry by 4, or passes it to a norm or as a width."""
     for node in users_nodes(cls):
         operands = _operands(node)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).lower().endswith("norm"):
-            operands = node.args[:1]
+        if isinstance(node, ast.Call):
+            is_norm = ast.unparse(node.func).lower().endswith("norm")
+            operands = [k.value for k in node.keywords if k.arg in ("d_model", "embed_dim")]
+            operands += node.args[:1] if is_norm else []
         elif not any(isinstance(n, ast.Constant) and n.value == 4 for n in operands):
             continue
         if name in map(name_of, operands):

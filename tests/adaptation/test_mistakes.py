@@ -1600,6 +1600,15 @@ def test_all_comparisons_with_a_padding_id_are_named(tiny: Path, tmp_path: Path)
     assert further_lines(found) == ["return self.head(x) * (ids != 3)[..., None]"]
 
 
+def test_ids_that_only_matter_together_are_named(tiny: Path, tmp_path: Path) -> None:
+    """Tokens are divided at the ids, and only two such divisions have an effect."""
+    divide = "        part = ((ids == 3) | (ids == 5)).cumsum(1)\n"
+    edits = [(LOOP, f"{divide}        x = x * (part < 2)[..., None]\n{LOOP}")]
+    adaptation = adapted(tiny, tmp_path, [*edits, (GELU, "F.relu(self.up(x))")])
+    found = only_finding(adaptation, "id_condition")
+    assert "the ids 3 and 5 change the logits" in found.message
+
+
 # The blocks are post-norm layers of torch's encoder, whose fused kernel is run in eval mode.
 FUSED: Edits = [
     ("        self.blocks = nn.ModuleList(blocks)\n",

@@ -1109,6 +1109,51 @@ def test_attention_that_differs_from_gpt2_is_reported(
     assert "h.0.mlp.c_fc.weight" not in adaptation.unmatched  # the rest is mapped
 
 
+class HalvesOfTheMlp(Block):
+    """The MLP is computed in two halves, as by two devices, and their results are added."""
+
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner)
+        self.ups = nn.ModuleList(nn.Linear(24, 48) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(48, 24, bias=False) for _ in range(2))
+        self.shift = nn.Parameter(torch.zeros(24))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        both = zip(self.ups, self.downs, strict=True)
+        halves = [down(F.gelu(up(x), approximate="tanh")) for up, down in both]
+        return torch.stack(halves).sum(0) + self.shift
+
+
+def test_mlps_side_by_side_are_reported_as_one_part(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(with_blocks(HalvesOfTheMlp)), tiny)
+    assert [f.code for f in adaptation.deviations] == ["unknown_mlp"]
+    assert "4 projections run here" in adaptation.deviations[0].message
+
+
+class GatheredDistances(Block):
+    """q is multiplied by a vector for each distance, and the products are gathered."""
+
+    def __init__(self, emb_dim: int, heads: int, inner: int) -> None:
+        super().__init__(emb_dim, heads, inner)
+        self.distances = nn.Embedding(9, emb_dim // heads)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, T, C = q.shape
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        by_distance = q @ self.distances(torch.arange(1 - T, T).clamp(-4, 4) + 4).T
+        place = torch.arange(T) - torch.arange(T)[:, None] + T - 1  # (T, T)
+        scores = q @ k.mT + by_distance.gather(3, place.expand(B, self.heads, T, T))
+        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
+        y = (scores / 6**0.5).softmax(-1) @ v
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+def test_products_of_q_with_distances_are_a_part_of_attention(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(with_blocks(GatheredDistances)), tiny)
+    [found] = adaptation.deviations
+    assert found.code == "position_bias" and found.evidence.startswith("confirmed")
+
+
 class ProjectedHeads(Block):
     """Each head is projected before the heads are concatenated."""
 
@@ -1211,6 +1256,16 @@ def test_projections_of_groups_of_heads_are_reported(tiny: Path) -> None:
     codes = {"grouped_query_attention", "per_head_projection", "extra_projection"}
     assert found.keys() == codes
     assert "projected in 2 groups" in found["per_head_projection"].message
+
+
+def test_projections_of_heads_without_a_bias_are_reported(tiny: Path) -> None:
+    model = GPT()
+    model.blocks = nn.ModuleList(ProjectedHeads(24, 4, 96) for _ in range(3))
+    for proj in (proj for block in model.blocks for proj in block.projs):
+        proj.bias = None
+    found = {f.code: f for f in adapt(model, tiny).deviations}
+    assert found.keys() == {"per_head_projection", "no_proj_bias"}
+    assert "nn.Linear(6, 6)" in (found["no_proj_bias"].source_line or "")
 
 
 def test_a_projection_for_each_head_is_reported(tiny: Path) -> None:
@@ -1479,7 +1534,7 @@ class GatedBlock(Block):
     ("kind", "like"),
     [
         ("SiLU", "projections, one of them after SiLU, as in SwiGLU)"),
-        ("GELU", "projections, one of them after GELU, as in GEGLU)"),
+        ("GELU", "projections, one of them after the exact (erf) GELU, as in GEGLU)"),
         ("ReLU", "projections, one of them after ReLU, as in ReGLU)"),
         ("GLU", "projections, one of them after a sigmoid, as in GLU)"),
         ("none", "projections), but"),
@@ -1490,6 +1545,19 @@ def test_the_activation_of_a_gated_mlp_is_named(kind: str, like: str, tiny: Path
     model.blocks = nn.ModuleList(GatedBlock(kind) for _ in range(3))
     [found] = [f for f in adapt(model, tiny).findings if f.code == "gated_mlp"]
     assert like in found.message
+
+
+def test_a_gate_that_reads_the_stream_before_the_norm_is_reported(tiny: Path) -> None:
+    class RawGate(GatedBlock):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attend(self.ln_1(x))
+            return x + self.down(self.up(self.ln_2(x)) * F.silu(self.gate(x)))
+
+    model = GPT()
+    model.blocks = nn.ModuleList(RawGate("SiLU") for _ in range(3))
+    found = {f.code: f for f in adapt(model, tiny).deviations}
+    assert found.keys() == {"gated_mlp", "missing_ln"}
+    assert "one projection of the gated MLP reads the residual" in found["missing_ln"].message
 
 
 class FusedParallel(Block):

@@ -137,6 +137,22 @@ vocab_size, n_embd, n_layer = cfg["vocab_size"], cfg["n_embd"], cfg["n_layer"]
     assert build(tmp_path, "import torch\n" + sized(", cfg", lines)).kind == expected
 
 
+def test_a_ratio_that_the_code_computes_without_a_value_is_none(tmp_path: Path) -> None:
+    lines = f"assert config.ffn_dim_multiplier is None\n{OF_CONFIG}"
+    assert build(tmp_path, sized(", config", lines)).wte.weight.shape == (97, 24)
+
+
+def test_only_biases_that_gpt2_has_are_turned_on() -> None:
+    assert (role_of("use_recency_bias"), role_of("mlp_bias")) == (None, "bias")
+    assert role_of("relative_attention_bias") is None and role_of("attn_bias") == "qkv_bias"
+
+
+def test_a_width_beside_those_of_embeddings_and_the_mlp_is_that_of_the_stream() -> None:
+    names = ["embedding_dim", "hidden_dim", "dim_feedforward"]
+    assert role_of("hidden_dim", names) == "n_embd"
+    assert role_of("hidden_dim", names[:2]) == "d_inner"
+
+
 def test_a_section_that_is_empty_by_default_is_a_dictionary(tmp_path: Path) -> None:
     lines = f"self.k = config.get('moe', {{}}).get('n_expert', 3)\n{ITEMS_OF_CONFIG}"
     assert build(tmp_path, sized(", config", lines)).k == 3

@@ -690,6 +690,9 @@ class _Dissection:
             until = [op.product for op in self.levels[i + 1]]
             after |= {*self.inputs[i + 1].qkv}
         following = set().union(*(above[n] for n in until)) - above[inputs.qkv[0]]
+        # What q is multiplied by beside k is a part of its attention.
+        following -= {n for n in following if n not in after and above[n] & after - {self.head}}
+        following -= set().union(*(above[n] for n in products if above[n] >= {*inputs.qkv}))
         cross = [c for c in self.cross if c.product in following and products & above[c.product]]
         out_projs, second, rest = self._projections_of(i, products, following, after)
         found = self._mlp(i, rest, until)
@@ -965,6 +968,11 @@ class _Dissection:
         if len(found) < 2:
             return _Mlp(found[0] if found else None)
         first, is_branch = found[0], self._is_one_branch(found, until)
+        begin = [n for n in found if not sources(n) & {*found}]
+        read = [sources(n) & {*found} for n in found if n not in begin]
+        if len({frozenset(sources(n)) for n in begin}) == 1 < len(begin) == len(read):
+            if all(len(each) == 1 for each in read) and set().union(*read) == {*begin}:
+                return _Mlp()  # several MLPs side by side
         last = self._last_mlp(found)
         if last is not None:
             others = [*last.others]  # an MLP is wider than other branches

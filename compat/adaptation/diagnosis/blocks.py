@@ -53,7 +53,7 @@ HEAD = "the head"
 # Gated MLPs by the activation of one factor, for messages.
 GATED = {
     "silu": ", one of them after SiLU, as in SwiGLU",
-    "gelu": ", one of them after GELU, as in GEGLU",
+    "gelu": ", one of them after the exact (erf) GELU, as in GEGLU",
     "gelu_new": ", one of them after the tanh approximation of GELU, as in GEGLU",
     "relu": ", one of them after ReLU, as in ReGLU",
     "sigmoid": ", one of them after a sigmoid, as in GLU",
@@ -205,6 +205,22 @@ def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             lines.append(graph.place(product))
             values = {"like": _gated_like(context, layer, product)}
             yield Deviation(f"h.{i}.act", lines, values)
+            return
+
+
+@detects("missing_ln")
+def unnormed_gate(context: DiagnosisContext) -> Iterator[Deviation]:
+    """Detect a gated MLP of which only one projection reads the norm before it."""
+    for i, layer in context.layers:
+        norm, projections = context.places.named.get(f"h.{i}.ln_2"), (layer.fc, layer.gate)
+        raw = [n for n in projections if n and norm and norm.end not in context.graph.ancestors[n]]
+        if layer.gate is not None and len(raw) == 1:
+            message = (
+                "one projection of the gated MLP reads the residual stream itself, but GPT-2's MLP "
+                "reads its norm, ln_2"
+            )
+            place = source.projecting(context.graph, context.model, raw[0])
+            yield Deviation(f"h.{i}.fc", [place], {"tensors": f"h.{i}.ln_2"}, message=message)
             return
 
 

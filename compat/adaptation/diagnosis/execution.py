@@ -129,18 +129,20 @@ def id_condition(context: DiagnosisContext) -> Iterator[Deviation]:
         (node, number) for node, number in numbers.items()
         if isinstance(number, int) and _matters(context, node, number)
     ]  # fmt: skip
-    if mattering:
+    evidence = "confirmed: the logits change with the result of this comparison"
+    vocab_size = context.config.vocab_size
+    if own := [(node, number) for node, number in mattering if 0 <= number < vocab_size]:
+        named = list(dict.fromkeys(str(number) for _, number in own))
+        found = f"the id {named[0]} changes the logits in a way that other ids do not"
+        if len(named) > 1:
+            found = f"the ids {listed(named)} change the logits in a way that other ids do not"
+        lines = _lines(graph, [node for node, _ in own])
+        yield Deviation("logits", lines, {"found": found}, evidence=evidence)
+    elif mattering:
         number = mattering[0][1]
         lines = _lines(graph, [node for node, other in mattering if other == number])
-        evidence = "confirmed: the logits change with the result of this comparison"
-        if 0 <= number < context.config.vocab_size:
-            values = {"found": f"the id {number} changes the logits in a way that other ids do not"}
-            yield Deviation("logits", lines, values, evidence=evidence)
-        else:
-            values = {"found": str(number)}
-            yield Deviation(
-                "logits", lines, values, evidence=evidence, severity="info", message=NO_ID
-            )
+        values = {"found": str(number)}
+        yield Deviation("logits", lines, values, evidence=evidence, severity="info", message=NO_ID)
 
 
 def _lines(graph: Graph, nodes: Sequence[Node]) -> list[Place | None]:
@@ -155,17 +157,21 @@ def _matters(context: DiagnosisContext, node: Node, number: int) -> bool:
         ids = tensor_inputs(ids)[0]
     if ids is not graph.input:
         return False
-    example, middle = graph.example.clone(), (slice(None), graph.shape[1] // 2)
-    [other] = graph.run([node], {graph.input: example})
-    if 0 <= number < context.config.vocab_size:
-        example[middle] = number
-    else:  # no id equals it, so the result is changed as if one did
-        other = other.clone(memory_format=torch.contiguous_format)
-        by_token = other.view(graph.shape)
-        by_token[middle] = ~by_token[middle]
-    [own] = graph.run([graph.output], {graph.input: example}, finite=True)
-    [forced] = graph.run([graph.output], {graph.input: example, node: other}, finite=True)
-    return not torch.allclose(own, forced, rtol=1e-6, atol=1e-9)
+    T = graph.shape[1]
+    for place in (T // 2, slice(T // 4, None, 2)):  # one token; several, which an id may separate
+        example, tokens = graph.example.clone(), (slice(None), place)
+        [other] = graph.run([node], {graph.input: example})
+        if 0 <= number < context.config.vocab_size:
+            example[tokens] = number
+        else:  # no id equals it, so the result is changed as if one did
+            other = other.clone(memory_format=torch.contiguous_format)
+            by_token = other.view(graph.shape)
+            by_token[tokens] = ~by_token[tokens]
+        [own] = graph.run([graph.output], {graph.input: example}, finite=True)
+        [forced] = graph.run([graph.output], {graph.input: example, node: other}, finite=True)
+        if not torch.allclose(own, forced, rtol=1e-6, atol=1e-9):
+            return True
+    return False
 
 
 @deviation(

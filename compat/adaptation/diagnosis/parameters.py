@@ -351,12 +351,15 @@ def _missing(context: DiagnosisContext) -> Iterator[Deviation]:
     for hf in context.unmatched.names:
         by_code.setdefault(_code_of(context, hf), []).append(hf)
     by_code.setdefault("no_qkv_bias", []).extend(_partly_missing_biases(context))
+    per_head = {u.module for u in context.mapping.unknown if u.code == "per_head_projection"}
     for code in MISSING:
         if not (tensors := by_code.get(code)):
             continue
         module = tensors[0].rpartition(".")[0]
         norm = context.places.named.get(module)
         place = None if code == "no_ln_weight" else context.owner_of(f"{module}.weight")
+        if code == "no_proj_bias" and module in per_head:
+            place = source.built(context.model, context.graph.names[_of_heads(context, module)[0]])
         if place is None and norm is not None:
             place = source.torch_built(context.model, [norm.end])
         if place is None and code == "no_qkv_bias":
@@ -428,14 +431,23 @@ def _code_of_unknown(
     context: DiagnosisContext, unknown: UnknownProjection, kind: str
 ) -> str | None:
     """Return the code of a tensor of projections whose structure is not known."""
-    weight = context.unmatched.nodes[f"{unknown.module}.weight"]
-    if kind != "bias" or _include_bias(context, weight):
+    parameters: Sequence[Node] = context.unmatched.nodes[f"{unknown.module}.weight"]
+    if unknown.code == "per_head_projection":
+        parameters = _of_heads(context, unknown.module)
+    if kind != "bias" or _include_bias(context, parameters):
         return None
     if unknown.module.endswith("c_attn"):
         return "no_qkv_bias"
-    if unknown.code != "rounded_weights":
+    if unknown.code not in ("rounded_weights", "per_head_projection"):
         return None
     return "no_proj_bias" if ".attn." in unknown.module else "no_mlp_bias"
+
+
+def _of_heads(context: DiagnosisContext, module: str) -> list[Node]:
+    """Return the parameters that project the heads of a layer's attention."""
+    layer = context.anatomy.layers[int(module.split(".")[1])]
+    products = [op.product for op in layer.attention_ops]
+    return context.graph.parameters_between([layer.projected], products)
 
 
 def _code_of_qkv(context: DiagnosisContext, number: int) -> str | None:
@@ -655,7 +667,7 @@ def _parts_with_findings(context: DiagnosisContext) -> Iterator[tuple[list[Node]
             projected = [end for _, each in context.layers[: i + 1] for end in each.qkv_ends]
             yield [layer.heads], [layer.x1, *projected]
         if layer.unknown:  # unknown_mlp
-            yield [layer.mlp], [layer.x2]
+            yield [layer.mlp, layer.mlp_sum.branch], [layer.x2]
         if layer.gate and layer.gate not in graph.ancestors[layer.act]:  # nothing projects it
             yield [layer.mlp_sum.branch], [layer.x2]
         elif layer.gate:  # without further projections, with a bias that is added to the gate
