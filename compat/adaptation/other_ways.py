@@ -51,7 +51,7 @@ from compat.adaptation.tracing.watched import attention_at
 from compat.errors import AdaptError, CompatError
 from compat.loading import load_into
 from compat.name_map import NameMap
-from compat.user_models.eval_mode import restore_weights, saved_weights
+from compat.user_models.eval_mode import eval_mode, restore_weights, saved_weights
 
 # Rewrites of a graph, and whether parts that GPT-2 does not have are accepted after them.
 REWRITES: tuple[tuple[Callable[[Graph], bool], bool], ...] = (
@@ -156,6 +156,8 @@ def _map_time_first(run: Run, error: BatchFirst, accepts_others: bool) -> Mapped
     """
     try:
         run.call = find_signature(run.model, run.ids, CallSignature(time_first=True))
+        if _ignores_order(run):  # without positions and a mask, neither axis is known to be time
+            raise error
     except AdaptError:
         raise error from None
     mapped = map_graph(run.trace(), run.checkpoint, accepts_others)
@@ -166,6 +168,14 @@ def _map_time_first(run: Run, error: BatchFirst, accepts_others: bool) -> Mapped
         if found is None or found.by_batch:
             raise error from None
     return mapped
+
+
+def _ignores_order(run: Run) -> bool:
+    """Return whether the logits of reversed ids are those of the ids, reversed."""
+    with eval_mode(run.model), torch.no_grad(), suppress(Exception):
+        own, other = (run.call(run.model, ids) for ids in (run.ids, run.ids.flip(1)))
+        return torch.allclose(own.flip(1), other, rtol=1e-4, atol=1e-4)
+    return False
 
 
 def judge_otherwise(run: Run, error: AdaptError) -> Adaptation:

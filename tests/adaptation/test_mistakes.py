@@ -1948,6 +1948,18 @@ def test_embeddings_are_examined_beside_attention_over_the_batch(
     assert only_finding(adaptation, "position_ids").evidence.startswith("confirmed, with GPT-2's")
 
 
+def test_the_axis_of_time_is_the_second_without_positions_and_a_mask(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits = [
+        ("Attention(dim, heads, context)", "nn.MultiheadAttention(dim, heads)"),
+        ("        x = self.att(x)\n", "        x = self.att(x, x, x)[0]\n"),
+        (" + self.pos_emb(torch.arange(T, device=ids.device))", ""),
+    ]
+    codes = {f.code for f in adapted(tiny, tmp_path, edits).deviations}
+    assert codes == {"batch_first", "no_mask", "no_pos"}
+
+
 def test_attention_over_the_first_axis_is_right_for_one_sequence(
     tiny: Path, tmp_path: Path
 ) -> None:
