@@ -506,10 +506,12 @@ def _accepts(parameter: Parameter, value: Any) -> bool:
         return default is None or re.search("None|Optional", str(parameter.annotation)) is not None
     if isinstance(default, Unknown):
         return True
+    annotation = str(parameter.annotation)
+    if choices := re.search(r"\bLiteral\[(.*?)\]", annotation):
+        return repr(value) in re.split(r",\s*", choices[1].replace('"', "'"))
     if parameter.annotation in (str, "str") and not isinstance(value, str):
         return False
     if default is None:
-        annotation = str(parameter.annotation)
         is_number = not isinstance(value, str) and not callable(value)
         return (
             parameter.name.lower() not in AMBIGUOUS

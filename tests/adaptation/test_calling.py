@@ -397,6 +397,39 @@ def test_an_optional_padding_mask_is_passed_only_if_it_is_read(needed: bool) -> 
     assert torch.equal(signature(Masked(), IDS), LOGITS)
 
 
+@pytest.mark.parametrize("marks_padding", [True, False])
+@pytest.mark.parametrize("required", [True, False])
+def test_a_mask_may_mark_tokens_or_padding(marks_padding: bool, required: bool) -> None:
+    """Instead of attention, the model computes the mean of the earlier tokens that are visible."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(11, 11)
+
+        def seen(self, ids: Tensor, padding_mask: Tensor | None) -> Tensor:
+            assert padding_mask is not None
+            T = ids.shape[1]
+            visible = (padding_mask == (0 if marks_padding else 1))[:, None] & torch.ones(
+                T, T
+            ).bool()
+            scores = torch.zeros(len(ids), T, T).masked_fill(~(visible.tril()), -1e9)
+            return scores.softmax(-1) @ self.table(ids)
+
+    class Required(Masked):
+        def forward(self, ids: Tensor, padding_mask: Tensor) -> Tensor:
+            return self.seen(ids, padding_mask)
+
+    class Optional(Masked):
+        def forward(self, ids: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+            return self.seen(ids, padding_mask)
+
+    model = Required() if required else Optional()
+    signature = find_signature(model, IDS)
+    mask = torch.full_like(IDS, 0 if marks_padding else 1)
+    torch.testing.assert_close(signature(model, IDS), model(IDS, mask))
+
+
 def test_caches_are_not_passed_to_a_model_that_does_not_need_them() -> None:
     class Cached(nn.Module):
         def forward(self, ids: Tensor, kv_caches: list[Any] | None = None) -> Tensor:

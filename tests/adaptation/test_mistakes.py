@@ -1130,6 +1130,32 @@ def test_a_change_of_the_residual_sums_is_reported(tiny: Path, tmp_path: Path, e
     assert found.evidence.startswith("confirmed")
 
 
+def test_an_mlp_that_is_added_to_attention_alone_is_reported(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        (BLOCK, "    def forward(self, x):\n        found = self.att(self.norm1(x))\n"
+         "        return self.ff(self.norm2(x + found)) + found\n\n"
+         "    def unused(self, x):\n        shortcut = x\n"),
+    ]  # fmt: skip
+    [found] = adapted(tiny, tmp_path, edits).deviations
+    assert found.code == "missing_residual" and found.evidence.startswith("confirmed")
+    assert "added to that of attention" in found.message
+    assert "self.norm2(x + found)) + found" in (found.source_line or "")
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_a_norm_that_divides_by_the_l2_norm_is_reported(
+    tiny: Path, tmp_path: Path, centred: bool
+) -> None:
+    divided = "self.scale * (x - mean) / (torch.linalg.norm(x - mean, dim=-1, keepdim=True) + 1e-5)"
+    edits = [("self.scale * (x - mean) / torch.sqrt(var + 1e-5)", divided)]
+    if not centred:
+        edits = [(edits[0][0], divided.replace("x - mean", "x"))]
+    found = {f.code: f for f in adapted(tiny, tmp_path, edits).deviations}
+    assert found.keys() == {"other_norm", "eps_outside_sqrt", *(() if centred else ("rmsnorm",))}
+    assert "divides by the L2 norm" in found["other_norm"].message
+    assert all(each.evidence.startswith("confirmed") for each in found.values())
+
+
 def test_weights_of_the_residual_sums_before_post_norms_are_reported(
     tiny: Path, tmp_path: Path
 ) -> None:

@@ -151,6 +151,30 @@ def test_a_width_beside_those_of_embeddings_and_the_mlp_is_that_of_the_stream() 
     names = ["embedding_dim", "hidden_dim", "dim_feedforward"]
     assert role_of("hidden_dim", names) == "n_embd"
     assert role_of("hidden_dim", names[:2]) == "d_inner"
+    of_transformers = ["dim", "hidden_dim", "chunk_size_feed_forward"]
+    assert role_of("hidden_dim", of_transformers) == "d_inner"
+
+
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+def test_an_argument_with_named_choices_has_one_of_them(tmp_path: Path, future: str) -> None:
+    config = f"""{future}from dataclasses import dataclass
+from typing import Literal
+
+@dataclass
+class Config:
+    vocab_size: int
+    n_embd: int
+    n_layer: int
+    mlp: Literal["swiglu", "gelu"]
+
+    def __post_init__(self):
+        assert self.mlp in ("swiglu", "gelu")
+
+"""
+    call = "    def forward(self, ids):\n        return self.wte(ids) @ self.wte.weight.T\n"
+    lines = f"self.mlp = {{'swiglu': 1, 'gelu': 2}}[config.mlp]\n{OF_CONFIG}"
+    model = build(tmp_path, config + sized(", config: Config", lines) + call)
+    assert model.mlp in (1, 2) and model.wte.weight.shape == (97, 24)
 
 
 def test_a_section_that_is_empty_by_default_is_a_dictionary(tmp_path: Path) -> None:

@@ -57,12 +57,15 @@ class NormFormula:
     Args:
         centred: the mean is subtracted, as in LayerNorm but not in RMSNorm.
         unbiased: the variance is divided by C − 1 instead of C.
+        summed: the sum of the squares takes the place of the variance, so that each token is
+            divided by its L2 norm.
         eps: added to the variance.
         eps_outside: eps is added to the root of the variance instead.
     """
 
     centred: bool = True
     unbiased: bool = False
+    summed: bool = False
     eps: float = 1e-5
     eps_outside: bool = False
 
@@ -70,7 +73,8 @@ class NormFormula:
         """(…, C) → (…, C)."""
         x = x - x.mean(-1, keepdim=True) if self.centred else x
         C = x.shape[-1]
-        var = x.square().sum(-1, keepdim=True) / (C - 1 if self.unbiased else C)
+        number = 1 if self.summed else C - 1 if self.unbiased else C
+        var = x.square().sum(-1, keepdim=True) / number
         root = var.sqrt() + self.eps if self.eps_outside else (var + self.eps).sqrt()
         return x / root
 
@@ -198,13 +202,15 @@ def formula_of(graph: Graph, norm: Norm) -> NormFormula | None:
         if not torch.allclose(run(x * 1e7) * r.unsqueeze(axis), y * 1e7, rtol=1e-6, atol=1):
             continue
         ratio = (r.square() / (var.squeeze(axis) * 1e14)).mean().item()
-        unbiased = abs(ratio - C / (C - 1)) < abs(ratio - 1)
-        if abs(ratio - (C / (C - 1) if unbiased else 1)) > 1e-6:
+        unbiased = abs(ratio - C / (C - 1)) < abs(ratio - 1) and ratio < 2
+        summed = abs(ratio - C) < abs(ratio - 1)
+        expected_ratio = C if summed else C / (C - 1) if unbiased else 1
+        if abs(ratio / expected_ratio - 1) > 1e-6:
             return None
         found = _fit_eps(root, var.squeeze(axis) * ratio)
         if found is None:
             return None
-        formula = NormFormula(centred, unbiased, *found)
+        formula = NormFormula(centred, unbiased, summed, *found)
         expected = formula(x.movedim(axis, -1)).movedim(-1, axis)
         return formula if torch.allclose(run(x), expected, rtol=1e-7, atol=1e-9) else None
     return None

@@ -37,6 +37,7 @@ from compat.adaptation.tracing.graph import (
     DRAWS,
     MOVES,
     SHIFTS,
+    Graph,
     Place,
     kind,
     live_inputs,
@@ -418,17 +419,35 @@ def missing_residual(context: DiagnosisContext) -> Iterator[Deviation]:
     past = wiring["past_attention"]
     around = {*no_attn} & {*past}  # x + mlp(attn(x)): one connection around both branches
     past = [i for i in past if i not in around]
-    for tap, layers, changes in (
+    layers = context.anatomy.layers
+    to_attention = [i for i in past if _adds_to_attention(context.graph, layers[i])]
+    if to_attention:
+        lines = [context.graph.place(layers[i].mlp_sum.node) for i in to_attention]
+        message = (
+            "the result of the MLP is added to that of attention, but GPT-2 adds it to the "
+            "residual stream, which includes both the block's input and attention"
+        )
+        changes = Changes(mlp_residual_from_attention={*to_attention})
+        at = f"h.{to_attention[0]}.out"
+        yield Deviation(at, lines, {}, changes, message=message, layers=to_attention)
+    past = [i for i in past if i not in to_attention]
+    for tap, numbers, changes in (
         ("resid_mid", no_attn,
          Changes(no_residual={f"h.{i}.resid_mid" for i in no_attn},
                  mlp_residual_from_input=around)),
         ("out", no_mlp, Changes(no_residual={f"h.{i}.out" for i in no_mlp})),
         ("out", past, Changes(mlp_residual_from_input={*past})),
     ):  # fmt: skip
-        if layers:
-            lines = [branch_line(context, i, is_mlp=tap == "out") for i in layers]
-            at = f"h.{layers[0]}.{tap}"
-            yield Deviation(at, lines, {}, changes, layers=layers)
+        if numbers:
+            lines = [branch_line(context, i, is_mlp=tap == "out") for i in numbers]
+            at = f"h.{numbers[0]}.{tap}"
+            yield Deviation(at, lines, {}, changes, layers=numbers)
+
+
+def _adds_to_attention(graph: Graph, layer: Layer) -> bool:
+    """Return whether the MLP is added to the result of attention, before attention's own sum."""
+    shortcut = layer.mlp_sum.shortcut
+    return shortcut is not None and layer.attn in graph.ancestors[shortcut] | {shortcut}
 
 
 @deviation(

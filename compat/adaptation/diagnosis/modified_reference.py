@@ -54,6 +54,7 @@ class Changes:
         parallel: layers whose MLP reads the input of the block.
         no_residual: taps `resid_mid` and `out` without a residual connection.
         mlp_residual_from_input: layers that add the MLP to the input of the block.
+        mlp_residual_from_attention: layers that add the MLP to the result of attention alone.
         input_again: layers whose input is added to their result a second time.
         own_input: taps `resid_mid` and `out` of branches that add their own input to their result.
         shortcut_factor: factors of the shortcuts, by the tap of the sum.
@@ -82,6 +83,7 @@ class Changes:
     parallel: set[int] = field(default_factory=set)
     no_residual: set[str] = field(default_factory=set)
     mlp_residual_from_input: set[int] = field(default_factory=set)
+    mlp_residual_from_attention: set[int] = field(default_factory=set)
     input_again: set[int] = field(default_factory=set)
     own_input: set[str] = field(default_factory=set)
     shortcut_factor: dict[str, float] = field(default_factory=dict)
@@ -160,6 +162,8 @@ class ModifiedReference:
             return mid
         source = x if i in changes.parallel else mid
         shortcut = x if i in changes.mlp_residual_from_input else mid
+        if i in changes.mlp_residual_from_attention:
+            shortcut = self.taps[f"h.{i}.attn"]
         mlp = partial(self._mlp, i)
         return self._sum(f"h.{i}.ln_2", f"h.{i}.mlp", f"h.{i}.out", source, shortcut, mlp)
 

@@ -14,7 +14,7 @@ from compat.adaptation.anatomy.norms import Norm, NormFormula, own_formula
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.diagnosis.modified_reference import Changes, Function
-from compat.adaptation.diagnosis.registry import Deviation, deviation
+from compat.adaptation.diagnosis.registry import Deviation, detects, deviation
 from compat.adaptation.mapping.linear_maps import function_between, token_view
 from compat.adaptation.tracing.graph import (
     NORM_KERNELS,
@@ -233,6 +233,19 @@ def other_norm(context: DiagnosisContext) -> Iterator[Deviation]:
         return {"found": found, "n_embd": config.n_embd, "expected": config.layer_norm_epsilon}
 
     return norms_where(context, differs, "std", "std_mean")
+
+
+@detects("other_norm")
+def divides_by_l2_norm(context: DiagnosisContext) -> Iterator[Deviation]:
+    config = context.config
+    values = {
+        "found": "divides by the L2 norm of the channels, √C times their root mean square",
+        "n_embd": config.n_embd, "expected": config.layer_norm_epsilon,
+    }  # fmt: skip
+    kinds = ("norm", "linalg_vector_norm", "sum", "div")
+    return norms_where(
+        context, lambda f, _: values if f and f.summed else None, *kinds, fields=("summed",)
+    )
 
 
 def _divides_by_root_of_std(graph: Graph, norm: Norm) -> bool:

@@ -314,6 +314,11 @@ def _ones(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.ones_like(ids)
 
 
+def _none_marked(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return a mask that marks no token, for code whose masks mark padding and not tokens."""
+    return torch.zeros_like(ids)
+
+
 def _zeros(model: nn.Module, ids: Tensor) -> Tensor:
     """Return a vector of zeros for each sequence, as wide as the narrowest projection takes."""
     widths = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
@@ -345,7 +350,7 @@ VALUES: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("ids$", (_nothing, _ids)),
     ("^use_|^output_", (_no,)),
     ("cache|past|kv|mems?$|memory|state", (_nothing, _nothing_for_each_layer)),
-    ("mask", (_nothing, _ones)),
+    ("mask", (_nothing, _ones, _none_marked)),
     ("", (_nothing, _ids, _zeros)),  # as for a decoder beside an encoder, or a condition
 )
 
@@ -584,7 +589,7 @@ def _with_optional_arguments(
         elif _nothing_for_each_layer in _values(name):
             values = [("[None, …]", _nothing_for_each_layer)]
         elif "mask" in name:
-            values = [("ones", _ones)]
+            values = [("ones", _ones), ("zeros", _none_marked)]
             if _is_mask(name):  # some code masks with the mask that is passed only
                 masks = [mask for text, mask in _masks().items() if not text.startswith("None")]
                 values += [("a mask (T, T)", mask) for mask in masks]
