@@ -690,7 +690,8 @@ class _Dissection:
             until = [op.product for op in self.levels[i + 1]]
             after |= {*self.inputs[i + 1].qkv}
         following = set().union(*(above[n] for n in until)) - above[inputs.qkv[0]]
-        # What q is multiplied by beside k is a part of its attention.
+        # Products of q with other tensors than k, such as a vector for each distance, belong to
+        # its attention.
         following -= {n for n in following if n not in after and above[n] & after - {self.head}}
         following -= set().union(*(above[n] for n in products if above[n] >= {*inputs.qkv}))
         cross = [c for c in self.cross if c.product in following and products & above[c.product]]
@@ -968,11 +969,8 @@ class _Dissection:
         if len(found) < 2:
             return _Mlp(found[0] if found else None)
         first, is_branch = found[0], self._is_one_branch(found, until)
-        begin = [n for n in found if not sources(n) & {*found}]
-        read = [sources(n) & {*found} for n in found if n not in begin]
-        if len({frozenset(sources(n)) for n in begin}) == 1 < len(begin) == len(read):
-            if all(len(each) == 1 for each in read) and set().union(*read) == {*begin}:
-                return _Mlp()  # several MLPs side by side
+        if self._are_side_by_side(found):
+            return _Mlp()
         last = self._last_mlp(found)
         if last is not None:
             others = [*last.others]  # an MLP is wider than other branches
@@ -1003,6 +1001,18 @@ class _Dissection:
             if self._is_one_branch(found[:n], found[n : n + 1]):
                 return _Mlp(others=found[n:])
         return last
+
+    def _are_side_by_side(self, found: list[Node]) -> bool:
+        """Return whether projections are several MLPs of the same input, of two projections each.
+
+        Examples are the parts of an MLP that several devices compute.
+        """
+        sources = {n: self.index.sources(n) for n in found}
+        first = [n for n in found if sources[n].isdisjoint(found)]
+        read = [sources[n] & {*found} for n in found if n not in first]
+        if len({frozenset(sources[n]) for n in first}) > 1 or not len(first) == len(read) > 1:
+            return False
+        return all(len(each) == 1 for each in read) and set().union(*read) == {*first}
 
     def _chooses_parameters(self, router: Node, until: list[Node]) -> bool:
         """Return whether parameters are looked up by a projection's result, as those of experts."""
