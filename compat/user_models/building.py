@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from compat.config import GPT2Config
 from compat.user_models.eval_mode import ModelState, eval_mode
-from compat.user_models.usage import is_users_class, users_globals
+from compat.user_models.target import finding_modules
+from compat.user_models.usage import is_users_class, users_folders, users_globals
 from compat.user_models.vocabulary_argument import Vocabulary
 
 # What loads a tokenizer: the module, the class or "", and the function.
@@ -34,7 +35,8 @@ def constructed(
     """Return what the target returns, also if it has a list of tied weights, as in transformers 4.
 
     Version 5 expects a dictionary in its place. The head is tied as version 4 tied it. In place of
-    a tokenizer that cannot be downloaded, the target gets one of the checkpoint's size.
+    a tokenizer that cannot be downloaded, the target gets one of the checkpoint's size. Imports in
+    its code find the modules of its project.
 
     Raises:
         MemoryError: the tensors are far larger than those of a model with the sizes of `config`.
@@ -45,6 +47,7 @@ def constructed(
         if is_users_class(value) and isinstance(vars(value).get("_tied_weights_keys"), list)
     }  # fmt: skip
     with contextlib.ExitStack() as undo, _NewTensors(config), _tokenizers(config):
+        undo.enter_context(finding_modules(users_folders(target)))
         undo.enter_context(patch.object(os, "_exit", sys.exit))  # which ends without a message
         for cls in lists:
             undo.enter_context(patch.object(cls, "_tied_weights_keys", {}))

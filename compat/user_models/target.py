@@ -325,6 +325,19 @@ def _package_module(place: str) -> ModuleType:
             ) from None
 
 
+@contextlib.contextmanager
+def finding_modules(folders: list[Path]) -> Iterator[None]:
+    """Let code in functions import modules in the folders of its project, after all others."""
+    before, path = set(sys.modules), list(sys.path)
+    sys.path += [str(folder) for folder in folders]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        if folders:
+            _add_siblings(before, folders[-1])
+
+
 def imported(module: str, name: str, folders: list[Path]) -> Any:
     """Import a name from a module of the user's project, whose folders are given."""
     before = set(sys.modules)

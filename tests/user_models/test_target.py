@@ -915,6 +915,17 @@ def test_a_module_in_a_folder_of_the_authors_machine_is_found(tmp_path: Path) ->
     assert load_target(f"{path}:GPT").w not in (8, 9)  # type: ignore[attr-defined]
 
 
+def test_a_constructor_may_import_modules_beside_its_file(tmp_path: Path) -> None:
+    write(tmp_path / "own" / "experts_of_mine.py", "WIDTH = 8\n")
+    lines = ["from torch import nn", "class GPT(nn.Module):", "    def __init__(self):"]
+    lines += ["        super().__init__()", "        from experts_of_mine import WIDTH"]
+    path = write(tmp_path / "own" / "gpt.py", "\n".join([*lines, "        self.width = WIDTH"]))
+    before = list(sys.path)
+    model = construct(load_target(f"{path}:GPT"), GPT2Config())
+    assert model.width == 8  # type: ignore[comparison-overlap]
+    assert sys.path == before
+
+
 @pytest.mark.parametrize("as_package", [False, True])
 def test_a_module_in_a_folder_of_its_own_name_is_found(tmp_path: Path, as_package: bool) -> None:
     """The folder is on the path of the author's machine, unless its parts are imported by name."""
