@@ -134,7 +134,7 @@ _WINDOW = re.compile(r"window(size|len(gth)?)?")
 # How many query heads share a key head, if another name denotes the number of key heads.
 _GROUPS = re.compile(r"(n|num)?(kv|query|keyvalue)groups?")
 # The part of a head that is rotated, and the rest, if there are names for both.
-_HEAD_PARTS = re.compile(rf"(qk)?(?P<part>nope|rope)head{_SIZE}")
+_HEAD_PARTS = re.compile(rf"(qk)?(?P<part>nope|rope)(head)?{_SIZE}")
 # Names of a number that is the width, where the value is known to be a number.
 _EMBEDDING = re.compile(rf"(tok(en)?|word|input)?{_EMB}|{_EMB}(tok(en)?|word)s?|dm")
 # The possible roles of names of one letter.

@@ -81,7 +81,7 @@ class Vocabulary:
             return lambda *_, **__: []
         if _LOOKUP.fullmatch(short):
             return lambda token="", *_: self._id(token)
-        if _TABLE.fullmatch(short):
+        if _TABLE.fullmatch(short) or short.endswith("specialtokens"):
             return self
         if _COUNT.fullmatch(short):
             return CallableSize(self._size)

@@ -179,6 +179,18 @@ def test_a_tokenizer_that_cannot_be_downloaded_has_the_size_of_the_checkpoint(
     assert model.sizes[0] == model.extra == CONFIG.vocab_size
 
 
+def test_a_tokenizer_that_cannot_be_downloaded_has_special_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> object:
+        raise OSError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", fails)
+    special = "tiktoken.get_encoding('gpt2')._special_tokens['<|endoftext|>']"
+    source = gpt(", n_vocab", f"n_vocab, 0, 0, 0, 0, {special}", "import tiktoken")
+    assert build(tmp_path, source).extra == CONFIG.vocab_size - 1
+
+
 @pytest.mark.parametrize(
     ("test", "expected"),
     [("ffn == 'gelu'", "gelu"), ("ffn.lower() in ('relu', 'gelu')", "gelu"), ("ffn == 8", 96)],
@@ -226,10 +238,13 @@ def build_gpt(torch, nn, vocab_size, max_len, config: TrainConfig):
     assert call.startswith("build_gpt(torch=torch, nn=torch.nn, vocab_size=97, max_len=32, config=")
 
 
-def test_a_head_is_divided_into_a_part_that_is_rotated_and_the_rest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", ["_head", ""])
+def test_a_head_is_divided_into_a_part_that_is_rotated_and_the_rest(
+    tmp_path: Path, head: str
+) -> None:
     names = "n_vocab, ctx, width, depth, heads"
-    sizes = f"{names}, (rope_head_dim, qk_nope_head_dim)"
-    model = build(tmp_path, gpt(f", {names}, rope_head_dim, qk_nope_head_dim", sizes))
+    parts = f"rope{head}_dim, qk_nope{head}_dim"
+    model = build(tmp_path, gpt(f", {names}, {parts}", f"{names}, ({parts})"))
     assert model.extra == (3, 3)
     assert build(tmp_path, gpt(f", {names}, rope_head_dim", f"{names}, rope_head_dim")).extra == 6
 
