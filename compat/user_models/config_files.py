@@ -7,7 +7,6 @@ import contextlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,8 +36,9 @@ def config_in_files(
 
 def _files(target: Callable[..., Any]) -> Iterator[Path]:
     for folder in users_folders(target):
-        for pattern in ("*", "conf*/*", "conf*/*/*", "conf*/*/**/*"):
-            for file in islice(sorted(folder.glob(f"{pattern}.*")), MOST_FILES):
+        for pattern in ("*", "conf*/**/*"):
+            nearest = sorted(folder.glob(f"{pattern}.*"), key=lambda file: (len(file.parts), file))
+            for file in nearest[:MOST_FILES]:
                 python = file.suffix == ".py" and "conf" in file.stem.lower()
                 if (python or file.suffix in (".yaml", ".yml", ".json")) and file.is_file():
                     yield file

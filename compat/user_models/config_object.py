@@ -275,7 +275,7 @@ class ConfigMaker:
                 setattr(made, name, section)
         if self._exports() and not hasattr(made, "to_dict"):
             exported = dict(vars(made)) if hasattr(made, "__dict__") else {}
-            _set(made, "to_dict", lambda: exported)
+            set_attribute(made, "to_dict", lambda: exported)
         return made, []
 
     def _is_empty(self, template: type) -> bool:
@@ -303,15 +303,17 @@ class ConfigMaker:
             replaced = not parameters or (name in constants and role_of(name, names) in SIZES)
             needed = name in self.usage.names and name not in {*self.usage.optional, *entries}
             if replaced or (needed and not hasattr(made, name)):
-                _set(made, name, value)
+                set_attribute(made, name, value)
         for name, value in _computed_in_body(template):
             if name not in entries:
                 with contextlib.suppress(Exception):
-                    _set(made, name, eval(value, {n: getattr(made, n) for n in value.co_names}))
+                    set_attribute(
+                        made, name, eval(value, {n: getattr(made, n) for n in value.co_names})
+                    )
         # Entries that the class lacks, because the model has outgrown it.
         for name, value in entries.items():
             if name not in {*parameters, *self.usage.sections} and not hasattr(made, name):
-                _set(made, name, value)
+                set_attribute(made, name, value)
         # Fields of a class whose decorator is that of a missing library, such as attrs.
         for name, annotation in inspect.get_annotations(template).items():
             if not parameters and not hasattr(made, name):
@@ -385,7 +387,7 @@ class ConfigMaker:
         return _readable(entries)
 
 
-def _set(config: Any, name: str, value: Any) -> None:
+def set_attribute(config: Any, name: str, value: Any) -> None:
     """Set an attribute, unless it is a property or the object is frozen."""
     # pydantic's error is a ValueError.
     with contextlib.suppress(AttributeError, TypeError, ValueError):

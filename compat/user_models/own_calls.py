@@ -28,7 +28,7 @@ from torch import nn
 from compat.config import GPT2Config
 from compat.user_code import is_project_top
 from compat.user_models.arguments import required_names
-from compat.user_models.config_object import is_namespace
+from compat.user_models.config_object import is_namespace, set_attribute
 from compat.user_models.notebook import read_source
 from compat.user_models.synonyms import AMBIGUOUS, CONFIG_CLASSES, size_role, value_of
 from compat.user_models.target import imported
@@ -237,8 +237,7 @@ class _Evaluation:
             raise _Unknown from error
         if not isinstance(made, nn.Module):
             for name, value in self._in_sizes(made).items():
-                with contextlib.suppress(AttributeError, TypeError):  # it is frozen
-                    setattr(made, name, value)
+                set_attribute(made, name, value)
         return made
 
     def _in_sizes(self, config: Any) -> dict[str, Any]:
@@ -248,7 +247,9 @@ class _Evaluation:
         """
         found = dict[str, Any]()
         for name in dir(config):
-            value, role = getattr(config, name, None), size_role(name)
+            value, role = None, size_role(name)
+            with contextlib.suppress(Exception):  # of a property
+                value = getattr(config, name)
             if role and type(value) is int:
                 found[name] = value_of(role, self.config)
             elif name[0] != "_" and isinstance(value, type) and is_namespace(value):

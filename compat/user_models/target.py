@@ -385,7 +385,7 @@ class _AboveFinder:
     in a file beside or below `part.py` or a folder `part`. So are modules in the folders that the
     file adds to sys.path, as in `sys.path.append("../part")`, which is meant for scripts that are
     run in the file's folder, the only module of its name in a folder below the file's, and
-    `part.py` in a folder `part` that is no package.
+    `part.py` in a folder `part` without `__init__.py`.
 
     Attributes:
         top: the top folder of the project.
@@ -433,7 +433,7 @@ class _AboveFinder:
         return package
 
     def _is_module_in_folder(self, name: str, place: Path) -> bool:
-        """Return whether a folder, which is no package, has a module of its own name."""
+        """Return whether a folder without `__init__.py` contains a module of the same name."""
         as_package = rf"\b(from|import) {name}\.|\bfrom {name} import {name}\b"
         alone = (
             not (place / f"{name}.py").is_file() and not (place / name / "__init__.py").is_file()

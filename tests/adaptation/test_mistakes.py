@@ -919,6 +919,12 @@ EQUAL: dict[str, Edits] = {
 }
 
 
+def with_block(body: str) -> tuple[str, str]:
+    """Return the edit that makes these lines the block's `forward`."""
+    unused = "    def unused(self, x):\n        shortcut = x\n"
+    return BLOCK, f"    def forward(self, x):\n{body}\n\n{unused}"
+
+
 DECODER = """
         layer = nn.TransformerDecoderLayer(
             emb_dim, n_heads, 4 * emb_dim, batch_first=True, norm_first=True,
@@ -1132,10 +1138,11 @@ def test_a_change_of_the_residual_sums_is_reported(tiny: Path, tmp_path: Path, e
 
 def test_an_mlp_that_is_added_to_attention_alone_is_reported(tiny: Path, tmp_path: Path) -> None:
     edits = [
-        (BLOCK, "    def forward(self, x):\n        found = self.att(self.norm1(x))\n"
-         "        return self.ff(self.norm2(x + found)) + found\n\n"
-         "    def unused(self, x):\n        shortcut = x\n"),
-    ]  # fmt: skip
+        with_block(
+            "        found = self.att(self.norm1(x))\n"
+            "        return self.ff(self.norm2(x + found)) + found"
+        )
+    ]
     [found] = adapted(tiny, tmp_path, edits).deviations
     assert found.code == "missing_residual" and found.evidence.startswith("confirmed")
     assert "added to that of attention" in found.message
@@ -1161,10 +1168,11 @@ def test_weights_of_the_residual_sums_before_post_norms_are_reported(
 ) -> None:
     """As in DeepNorm."""
     edits = [
-        (BLOCK, "    def forward(self, x):\n        x = self.norm1(2.0 * x + self.att(x))\n"
-         "        return self.norm2(2.0 * x + self.ff(x))\n\n"
-         "    def unused(self, x):\n        shortcut = x\n"),
-    ]  # fmt: skip
+        with_block(
+            "        x = self.norm1(2.0 * x + self.att(x))\n"
+            "        return self.norm2(2.0 * x + self.ff(x))"
+        )
+    ]
     adaptation = adapted(tiny, tmp_path, edits)
     assert [f.code for f in adaptation.deviations] == ["post_ln", "residual_weights"]
     assert all(f.evidence.startswith("confirmed") for f in adaptation.deviations)
@@ -1176,11 +1184,7 @@ def test_weights_of_the_residual_sums_before_post_norms_are_reported(
     "added", ["x + self.att(h) + self.ff(h)", "x + self.ff(h) + self.att(h)"], ids=["att", "ff"]
 )
 def test_a_parallel_block_with_one_norm_is_reported(tiny: Path, tmp_path: Path, added: str) -> None:
-    edits = [
-        (BLOCK, "    def forward(self, x):\n        h = self.norm1(x)\n"
-         f"        return {added}\n\n"
-         "    def unused(self, x):\n        shortcut = x\n"),
-    ]  # fmt: skip
+    edits = [with_block(f"        h = self.norm1(x)\n        return {added}")]
     adaptation = adapted(tiny, tmp_path, edits)
     assert {f.code for f in adaptation.deviations} == {"parallel_block", "shared_parameters"}
     assert only_finding(adaptation, "parallel_block").evidence.startswith("confirmed")
@@ -1189,11 +1193,7 @@ def test_a_parallel_block_with_one_norm_is_reported(tiny: Path, tmp_path: Path, 
 def test_a_parallel_block_with_two_norms_that_adds_the_mlp_first_is_reported(
     tiny: Path, tmp_path: Path
 ) -> None:
-    edits = [
-        (BLOCK, "    def forward(self, x):\n"
-         "        return x + self.ff(self.norm2(x)) + self.att(self.norm1(x))\n\n"
-         "    def unused(self, x):\n        shortcut = x\n"),
-    ]  # fmt: skip
+    edits = [with_block("        return x + self.ff(self.norm2(x)) + self.att(self.norm1(x))")]
     [found] = adapted(tiny, tmp_path, edits).deviations
     assert found.code == "parallel_block" and found.evidence.startswith("confirmed")
 

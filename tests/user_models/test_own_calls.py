@@ -168,6 +168,7 @@ def test_sections_of_a_config_class_that_only_a_script_imports_have_the_checkpoi
     model += "        return self.mix(self.table(ids)) @ self.table.weight.T\n"
     config = "class Mixer:\n    n_embd = 64\n    kinds = ('a', 'b')\n\nclass ModelConfig:\n"
     config += "    vocab_size = 65\n    n_embd = 64\n    Mixer = Mixer\n"
+    config += "\n    @property\n    def head_dim(self):\n        raise ValueError('no heads')\n"
     call = "from own import GPT\nfrom sizes import ModelConfig\n\n"
     call += "config = ModelConfig()\nmodel = GPT(config)\nraise OSError\n"
     files = {"own.py": model, "sizes.py": config, "train.py": call, "pyproject.toml": ""}

@@ -685,15 +685,7 @@ class _Dissection:
         index, above = self.index, self.graph.ancestors
         attention_ops, inputs = self.levels[i], self.inputs[i]
         products = {op.product for op in attention_ops}
-        until, after = [self.head], {self.head}
-        if i + 1 < len(self.levels):
-            until = [op.product for op in self.levels[i + 1]]
-            after |= {*self.inputs[i + 1].qkv}
-        following = set().union(*(above[n] for n in until)) - above[inputs.qkv[0]]
-        # Products of q with other tensors than k, such as a vector for each distance, belong to
-        # its attention.
-        following -= {n for n in following if n not in after and above[n] & after - {self.head}}
-        following -= set().union(*(above[n] for n in products if above[n] >= {*inputs.qkv}))
+        until, after, following = self._following(i)
         cross = [c for c in self.cross if c.product in following and products & above[c.product]]
         out_projs, second, rest = self._projections_of(i, products, following, after)
         found = self._mlp(i, rest, until)
@@ -766,6 +758,23 @@ class _Dissection:
             extra_ends={node: self._with_bias(node) for node in extra},
             unknown=unknown,
         )
+
+    def _following(self, i: int) -> tuple[list[Node], set[Node], set[Node]]:
+        """Return where a layer ends, the projections there, and the nodes between attention and it.
+
+        A layer ends before the next layer's attention or the head. Products of q with other tensors
+        than k, such as a vector for each distance, belong to attention and are left out.
+        """
+        above, qkv = self.graph.ancestors, {*self.inputs[i].qkv}
+        until, following_qkv = [self.head], set[Node]()
+        if i + 1 < len(self.levels):
+            until = [op.product for op in self.levels[i + 1]]
+            following_qkv = {*self.inputs[i + 1].qkv}
+        found = set().union(*(above[n] for n in until)) - above[self.inputs[i].qkv[0]]
+        found -= {n for n in found - following_qkv - {self.head} if above[n] & following_qkv}
+        products = {op.product for op in self.levels[i]}
+        found -= set().union(*(above[n] for n in products if above[n] >= qkv))
+        return until, {self.head} | following_qkv, found
 
     def _projections_of(
         self, i: int, products: set[Node], following: set[Node], after: set[Node]

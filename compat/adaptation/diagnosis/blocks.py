@@ -662,19 +662,16 @@ def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, s
     if tap in places.extra:
         stream = places.extra[tap].end
     for i, layer in context.layers:
-        branches = context.branches_of(i)
-        for branch, at, reader in zip(
-            branches, ("q", "fc"), ("q, k and v", "the MLP"), strict=True
-        ):
+        for branch, at, reader in _readers(context, i):
             name, total = branch.norm, branch.total
             norm = places.named.get(name)
             if norm is not None and not moved and total.shortcut is not None and not layer.parallel:
                 if tap != "embed" or not context.anatomy.leading:
                     yield stream, norm.start, tap, name, name
                 if layer.raw is None and norm.end is not norm.start:
-                    yield norm.end, branch.x, name, f"h.{i}.{at}", f"the projection of {reader}"
+                    yield norm.end, branch.x, name, at, reader
             stream, tap = total.node, branch.tap
-        for branch in branches:
+        for branch in context.branches_of(i):
             is_added = branch.total.shortcut is not None and not layer.parallel
             is_added = is_added and branch.end in context.graph.ancestors[branch.total.branch]
             if is_added and not _is_explained(context, i, branch):
@@ -689,18 +686,19 @@ def _connections(context: DiagnosisContext) -> Iterator[tuple[Node, Node, str, s
         yield places.named["ln_f"].end, context.anatomy.xf, "ln_f", "logits", HEAD
 
 
+def _readers(context: DiagnosisContext, i: int) -> Iterator[tuple[Branch, str, str]]:
+    """Yield the branches of a layer, each with the tap and the name of its first projection."""
+    names = ("the projection of q, k and v", "the projection of the MLP")
+    yield from zip(context.branches_of(i), (f"h.{i}.q", f"h.{i}.fc"), names, strict=True)
+
+
 def _connections_after_norms(
     context: DiagnosisContext,
 ) -> Iterator[tuple[Node, Node, str, str, str]]:
     """Yield the connections of a norm after a residual sum with the branch that reads it next."""
     graph, places = context.graph, context.places
-    readers = [
-        (branch, f"h.{i}.{at}", f"the projection of {reader}") for i, layer in context.layers
-        if not layer.parallel
-        for branch, at, reader in zip(
-            context.branches_of(i), ("q", "fc"), ("q, k and v", "the MLP"), strict=True
-        )
-    ]  # fmt: skip
+    layers = [i for i, layer in context.layers if not layer.parallel]
+    readers = (each for i in layers for each in _readers(context, i))
     for (before, *_), (branch, tap, reader) in pairwise(readers):
         norm, shortcut = places.named.get(before.norm), branch.total.shortcut
         if before.norm not in places.post or norm is None or shortcut is None:
