@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def _holds_inference_tensor(value: Any, depth: int = 4) -> bool:
     """Return whether a value is a tensor of inference mode or has one inside it."""
     if isinstance(value, Tensor):
         return value.is_inference()
-    if depth == 0 or isinstance(value, (str, bytes, type, nn.Module)):
+    if depth == 0 or isinstance(value, (str, bytes, type, nn.Module, ModuleType)):
         return False
     inner: Iterable[Any] = ()
     if isinstance(value, Mapping):

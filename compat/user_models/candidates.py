@@ -33,16 +33,19 @@ USUAL = re.compile(
 
 
 class Code:
-    """What the user's code says about the arguments of a class."""
+    """What the user's code says about the arguments of a class.
+
+    Attributes:
+        names: Those of the arguments, and of the entries that are read from them.
+    """
 
     def __init__(self, target: type[nn.Module]) -> None:
         self._target, self._text = target, modules_text(target)
         # The values of its enumerations and interfaces, by the names of these.
         self._choices = _choices(target)
-        # Those of the arguments, and of the entries that are read from them.
         names = list(parameters_of(target))
         names += [entry for name in names for entry in reads(target, name).names]
-        self._names, self._roles = names, {role_of(name, names) for name in names}
+        self.names, self._roles = names, {role_of(name, names) for name in names}
 
     def candidates(self, entry: str) -> list[Value]:
         """Return the possible values of an argument or `argument.entry`, the most likely first.
@@ -81,7 +84,8 @@ class Code:
             switches = [constant(None), *switches]
         if re.search(rf"{word}\s*:\s*float\b", text):
             return [constant(number) for number in (1.0, 0.0, 10000.0)]
-        sizes = [of_role(role) for role in SIZE_ROLES]
+        lacking_first = sorted(SIZE_ROLES, key=lambda role: role in self._roles)
+        sizes = [of_role(role) for role in lacking_first]
         if "window" in plain(name):  # GPT-2's attention reaches all tokens before it
             return [of_role("n_positions"), constant(None), *sizes]
         if re.search(rf"\brange\([^()]*{word}", text):
@@ -90,7 +94,7 @@ class Code:
         if re.search(rf"\b(if|not|and|or|bias=)\s*[\w.]*{word}(?!\s*[<>=*/+-])", text):
             return switches
         others = [constant(None), constant(1), *sizes, constant(10000.0), constant(())]
-        if role := role_of_number(name, self._names):  # such as `head`
+        if role := role_of_number(name, self.names):  # such as `head`
             others = [of_role(role), *others]
         is_size = re.search("(size|dim|length|width|channels)$", plain(name))
         is_number = re.search(rf"{word}\s*(:\s*int\b|[*/%])|[*/%]\s*{word}", text)

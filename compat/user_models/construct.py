@@ -115,6 +115,9 @@ def construct_with_call(
         if not works and not failure and _has_wider_buffers(model) and runs(model.float(), config):
             works = True
             more += "; your code only runs after model.float()"
+        elif not works and not failure and _has_mixed_parameters(model):
+            if works := runs(_with_float32_parameters(model), config):
+                more += "; outside autocast, your code only runs with float32 parameters"
         other = None if works else next(Search(target, config, kwargs).other_ways(), None)
     if other is not None:
         sizes, own = other
@@ -135,6 +138,19 @@ def _has_wider_buffers(model: nn.Module) -> bool:
     """Return whether all parameters are float32 and a buffer, as made with NumPy, is float64."""
     types = {parameter.dtype for parameter in model.parameters()}
     return types == {torch.float32} and any(b.dtype == torch.float64 for b in model.buffers())
+
+
+def _has_mixed_parameters(model: nn.Module) -> bool:
+    """Return whether parameters have different types, as a bfloat16 embedding and other layers."""
+    return len({p.dtype for p in model.parameters() if p.is_floating_point()}) > 1
+
+
+def _with_float32_parameters(model: nn.Module) -> nn.Module:
+    """Convert the parameters to float32, and no buffers, which the code may check."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    return model
 
 
 def found_by_trying(

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import dis
 import inspect
-import re
 import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -48,6 +47,7 @@ from compat.user_models.usage import (
     is_users_class,
     name_of,
     nodes_of,
+    rows_role,
     source_of,
     tree_of,
     user_modules,
@@ -74,6 +74,7 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
     """
     with _LOCK, known_sizes(config), contextlib.ExitStack() as undo:
         modules = user_modules(target) if isinstance(target, type) else []
+        _execute_what_is_read(modules)
         changed, by_use, aliases = False, _roles_by_use(modules), _roles_of_aliases(modules)
         by_use |= (in_tables := _roles_in_embeddings(modules))
         aliases |= {name: role for name, role in in_tables.items() if is_ambiguous_size(name)}
@@ -96,6 +97,19 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
             _recompute_globals(module, undo)
             _recompute_defaults(module, undo)
         yield
+
+
+def _execute_what_is_read(modules: Sequence[ModuleType]) -> None:
+    """Execute what others read off a module of which only the names that are read are executed."""
+    for module in modules:
+        for node in nodes_of(module):
+            match node:
+                case ast.Attribute(ast.Name(owner), name):
+                    read = vars(module).get(owner)
+                    is_module = isinstance(read, ModuleType) and read in modules
+                    if is_module and "__getattr__" in vars(read):
+                        with contextlib.suppress(Exception, SystemExit):
+                            getattr(read, name)
 
 
 def undefined_sizes(target: Callable[..., nn.Module], config: GPT2Config) -> dict[str, Any]:
@@ -311,8 +325,7 @@ def _roles_in_embeddings(modules: Sequence[ModuleType]) -> dict[str, str]:
     found: dict[str, set[str]] = {}
     for module in modules:
         for table, sizes in embeddings(module):
-            rows = "n_positions" if re.search("pos|wpe", table.lower()) else "vocab_size"
-            for size, role in (("num_embeddings", rows), ("embedding_dim", "n_embd")):
+            for size, role in (("num_embeddings", rows_role(table)), ("embedding_dim", "n_embd")):
                 name = sizes.get(size)
                 if table and isinstance(name, ast.Name) and name.id in vars(module):
                     found.setdefault(name.id, set()).add(role)

@@ -745,12 +745,13 @@ def _takes_classes(definition: ast.ClassDef) -> bool:
 def _only_trains(definition: ast.ClassDef) -> bool:
     """Return whether a class trains a model that it is passed, or has no `forward`.
 
-    Such a class has Lightning's methods for training.
+    Such a class is passed the model, as one that holds adapters for it, or has Lightning's methods
+    for training.
     """
     names = {getattr(node, "name", "") for node in definition.body}
-    arguments = _constructor_arguments(definition)
+    passed = "model" in _constructor_arguments(definition)
     trains = bool(names & {"training_step", "configure_optimizers"})
-    return trains and ("model" in arguments or "forward" not in names)
+    return passed + trains + ("forward" not in names) >= 2
 
 
 def _unused(

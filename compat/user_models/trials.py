@@ -19,7 +19,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, islice, permutations, product
 from threading import get_ident
 from time import process_time
@@ -62,7 +62,13 @@ from compat.user_models.missing import ReadableDict
 from compat.user_models.module_sizes import resized
 from compat.user_models.own_calls import own_calls
 from compat.user_models.synonyms import SIZES, meanings, neutral, plain, role_of, value_of
-from compat.user_models.usage import embedding_widths, factors_of, reads, users_nodes
+from compat.user_models.usage import (
+    embedding_widths,
+    factors_of,
+    reads,
+    roles_by_use,
+    users_nodes,
+)
 
 # Builds the user's model in the sizes of a config, with additional arguments, and calls it: the
 # model, and whether it could be called.
@@ -86,6 +92,12 @@ SHORT = 13
 COMPUTED = ("d_inner", "d_head", "n_head")  # sizes that code may compute from others
 WIDTHS = ("d_inner", "n_embd", "d_head", "n_head")  # of the same matrices
 ASCENDING = ("n_layer", "n_head", "n_positions", "n_embd", "vocab_size")  # usually
+ALWAYS = {"vocab_size", "n_embd", "n_layer"}  # sizes of every model
+# Names of numbers that GPT-2 does not have, such as that of experts and the rank of an adapter.
+NO_SIZE = re.compile(
+    "expert|rank|lora|kernel|conv|group|kv|key|value|topk|multiple|divisor|buffer|state|memory"
+    "|codebook|class|label"
+)
 POSITIONS = re.compile("rope|rotary|alibi|sinus")
 OWN_CONFIGS = (dict, ReadableDict, SimpleNamespace)  # configs that compat makes
 
@@ -122,7 +134,10 @@ class Search:
         try:
             arguments = self._arguments_in(self.small)
             self._choose_meanings(self._ambiguous(arguments))
-            self._choose_roles(self._sizes(arguments))
+            sizes = self._sizes(arguments)
+            self._choose_by_use([*sizes, *self._unset_entries(arguments)], sizes)
+            self._choose_roles(sizes)
+            self._explain_shapes(sizes)
             self._keep_switches_needed()
             self._turn_off_switches(arguments)
             if any(isinstance(v, OWN_CONFIGS) or attributes(v) for v in arguments.values()):
@@ -176,8 +191,7 @@ class Search:
 
     def _sizes(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         """Return the integers among arguments and their entries, and the constructor's defaults."""
-        defaults = {name: p.default for name, p in parameters_of(self.target).items()}
-        entries = self._with_entries({**defaults, **arguments})
+        entries = self._with_entries({**_defaults(self.target), **arguments})
         return {name: value for name, value in entries.items() if type(value) is int}
 
     # Ambiguous names.
@@ -242,15 +256,81 @@ class Search:
             most = OTHER_VOCABULARY
         return self._choose(assigned, most)
 
+    def _explain_shapes(self, sizes: Mapping[str, int]) -> None:
+        """Choose roles for integers whose names have none, by the shapes of the parameters.
+
+        Such an integer keeps the author's value, as 256 in `Config(units=256)`. If that is in the
+        shape of a parameter, and a size that no parameter has yet explains more shapes in its
+        place, it gets that size's role.
+        """
+        names = {n: v for n, v in sizes.items() if n not in self.chosen and _may_be_size(n)}
+        known = {role_of(last_part(name)) for name in sizes}
+        while names:
+            fits = dict[tuple[str, str], tuple[int, bool, float]]()
+            works, distance, shapes = self._shapes({})
+            in_shapes = {n for n, v in names.items() if shapes.may_have(v, self.small.n_embd)}
+            every = [*ASCENDING, "d_inner"]
+            lacking = [role for role in every if role not in known | shapes.roles]
+            for name, role in product(sorted(in_shapes - {*self.chosen}), lacking):
+                with contextlib.suppress(Exception, SystemExit):
+                    also_works, other, found = self._shapes({name: of_role(role)})
+                    fewer = role in found.roles and len(found.unexplained) < len(shapes.unexplained)
+                    if also_works >= works and fewer and (role in ALWAYS or other <= distance):
+                        fits[name, role] = len(found.unexplained), role == "d_inner", other
+            if not fits:
+                return
+            name, role = min(fits, key=fits.__getitem__)
+            self.chosen[name] = of_role(role)
+            known.add(role)
+
+    def _choose_by_use(self, names: Iterable[str], others: Iterable[str]) -> None:
+        """Choose the roles that the code gives to names that have none.
+
+        They are only kept if the model can be built with them, and called if it could before.
+
+        Args:
+            names: those of arguments, and of entries `argument.entry` of configs.
+            others: the names of all sizes. No other role than theirs is chosen.
+        """
+        found, known = dict[str, list[str]](), {role_of(last_part(name)) for name in others}
+        for name in names:
+            if name not in self.chosen and _may_be_size(name):
+                roles = roles_by_use(self.target, last_part(name)) - known
+                if 0 < len(roles) <= 2:
+                    found[name] = sorted(roles)
+                    known |= roles if len(roles) == 1 else set()
+        assigned = [
+            dict(zip(found, map(of_role, roles), strict=True))
+            for roles in islice(product(*found.values()), MOST_BUILDS)
+            if len({*roles}) == len(roles)
+        ]
+        if found and assigned:
+            before = self._distance({})[0]
+            best, unknown = self._best(assigned, math.inf)
+            if unknown:  # of others
+                self.chosen |= assigned[0]
+            elif best and not _much_worse(self._distance(best)[0], before):
+                self.chosen |= best
+
+    def _unset_entries(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return the entries that are None, if the model cannot be built or called with them."""
+        entries = self._with_entries({**_defaults(self.target), **arguments})
+        names = [name for name, value in entries.items() if value is None and _may_be_size(name)]
+        distance = self._distance({})[0] if names else 0.0
+        return names if distance is None or distance >= UNCALLABLE else []
+
     # Unknown names.
 
     def _choose_unknown(self, names: Sequence[str]) -> bool:
         """Choose values for unknown names, and return whether the model can be built with them."""
         code = Code(self.target)
         missing = {name: 0 for name in names if not code.is_boolean(name)}
-        if self._choose_roles({**self._sizes({}), **missing}):
+        self._choose_by_use(missing, code.names)
+        if self.chosen:
+            names = self._distance({})[1]
+        if names and self._choose_roles({**self._sizes({}), **missing}):
             return True
-        if not self._choose_candidates(names, code):
+        if names and not self._choose_candidates(names, code):
             return False
         with contextlib.suppress(AdaptError):
             arguments = self._arguments_in(self.small, arguments_with(self.chosen, self.small))
@@ -262,6 +342,7 @@ class Search:
                 if not self._choose_candidates(before, code):
                     self.chosen = before
             self._choose_roles(self._sizes(arguments))
+            self._explain_shapes(self._sizes(arguments))
         return True
 
     def _choose_candidates(self, names: Iterable[str], code: Code) -> bool:
@@ -408,7 +489,8 @@ class Search:
         known = {name: neutral(name)[1] for name in optional if neutral(name)[1] is not None}
         known |= {name: torch.device("cpu") for name in optional if role_of(name) == "device"}
         yield from ({name: value} for name, value in known.items())
-        heads = [name for name in entries if role_of(last_part(name)) == "n_head"]
+        numbers = [name for name, value in entries.items() if isinstance(value, int | None)]
+        heads = [name for name in numbers if role_of(last_part(name)) == "n_head"]
         of_keys = [name for name in heads if "kv" in plain(last_part(name))]
         yield nested(dict.fromkeys(of_keys, self.config.n_head // 2))
         divisors = [n for n in self._numbers(2, 64) if self.config.n_embd % n == 0]
@@ -570,15 +652,39 @@ class Search:
     def _distance(self, more: Mapping[str, Value]) -> tuple[float | None, list[str]]:
         return _distance(self.run, self.config, {**self.chosen, **more})
 
+    def _shapes(self, more: Mapping[str, Value]) -> tuple[bool, float, _Shapes]:
+        """Return whether the model can be called, its distance, and the shapes of its parameters.
+
+        Raises:
+            Exception: it cannot be built.
+        """
+        values = arguments_with({**self.chosen, **more}, self.small)
+        with _no_larger_than(LARGEST * max(_counts(self.small))):
+            model, works = self.run(self.small, values)
+        return works, _difference(model, self.small), _shapes(model, self.small)
+
 
 def small_config(config: GPT2Config) -> GPT2Config:
     """Return the sizes of the trial models, with the checkpoint's ratio of the MLP's width to C."""
     return replace(SMALL, n_inner=SMALL.n_embd * config.d_inner // config.n_embd)
 
 
+def _defaults(target: type[nn.Module]) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in parameters_of(target).items()}
+
+
+def _much_worse(after: float | None, before: float | None) -> bool:
+    """Return whether a model can no longer be called, or has another vocabulary than before."""
+    return before is not None and (after is None or after - before > OTHER_VOCABULARY / 2)
+
+
 def _has_no_role(name: str) -> bool:
     own = last_part(name)
     return role_of(own) is None and not meanings(own) and not neutral(own)[0]
+
+
+def _may_be_size(name: str) -> bool:
+    return _has_no_role(name) and not NO_SIZE.search(plain(last_part(name)))
 
 
 def arguments_with(values: Mapping[str, Value], config: GPT2Config) -> dict[str, Any]:
@@ -620,12 +726,59 @@ def _distance(
         raise
     except (Exception, SystemExit):
         return None, []
+    return _difference(model, small) + (0 if works else UNCALLABLE), []
+
+
+def _difference(model: nn.Module, small: GPT2Config) -> float:
+    """Return how far the number of parameters is from GPT-2's; more with another vocabulary."""
     found = sum(parameter.numel() for parameter in model.parameters())
     words = vocabulary(model, small)
     counts = _counts(replace(small, vocab_size=words))
-    distance = min(abs(found - expected) for expected in counts)
     other = 0 if words == small.vocab_size else OTHER_VOCABULARY
-    return distance + other + (0 if works else UNCALLABLE), []
+    return min(abs(found - expected) for expected in counts) + other
+
+
+@dataclass
+class _Shapes:
+    """What is known of the shapes of a model's parameters.
+
+    Attributes:
+        roles: Those of the sizes in the shapes. The number of heads is known by their width, and
+            that of layers by how often a parameter occurs.
+        unexplained: Parameters, with numbers in their names as `*`, and sizes that have no role.
+    """
+
+    roles: set[str]
+    unexplained: set[tuple[str, int]]
+
+    def may_have(self, value: int, width: int) -> bool:
+        """Return whether a size without a role is a multiple of a value, or that of `value` heads.
+
+        Args:
+            value: an integer among the arguments.
+            width: that of the model.
+        """
+        sizes = {size for _, size in self.unexplained}
+        return value > 1 and any(n % value == 0 or n * value == width for n in sizes)
+
+
+def _shapes(model: nn.Module, small: GPT2Config) -> _Shapes:
+    """Return what is known of the shapes of a model of these sizes."""
+    C, D = small.n_embd, small.n_embd // small.n_head
+    roles = {
+        1: None, 2 * C: None, 3 * C: None, small.n_head: None, D: "n_head", C: "n_embd",
+        small.d_inner: "d_inner", small.vocab_size: "vocab_size", small.n_positions: "n_positions",
+    }  # fmt: skip
+    times = Counter(
+        (re.sub(r"\d+", "*", name), tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+    )
+    unexplained = {(name, n) for name, shape in times for n in shape if n not in roles}
+    repeated = {(name, n) for (name, _), n in times.items() if n > 1 and n % small.n_layer}
+    found = {role for _, shape in times for n in shape if (role := roles.get(n))}
+    if any(n > 1 and n % small.n_layer == 0 for n in times.values()):
+        found.add("n_layer")
+    return _Shapes(found, unexplained | repeated)
 
 
 @contextlib.contextmanager

@@ -10,11 +10,12 @@ import os
 import re
 import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import resolve_name
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,13 @@ _OWN = re.compile(r"\bself\.(\w+)\b(?!\s*\()")
 # Buffers, and attributes that the code assigns without reading their previous value.
 _MADE = re.compile(r"""\bself\.(\w+)\s*=(?!=)(?!.*self\.\1\b)|register_buffer\(\s*["'](\w+)""")
 # Attributes of these modules are not config entries.
+# What torch's modules call their arguments.
+_TORCH = {
+    "Embedding": ["", "embedding_dim"], "LayerNorm": ["normalized_shape"],
+    "MultiheadAttention": ["embed_dim", "num_heads"], "TransformerEncoder": ["", "num_layers"],
+    "TransformerEncoderLayer": ["d_model", "nhead", "dim_feedforward"],
+    "TransformerDecoderLayer": ["d_model", "nhead", "dim_feedforward"],
+}  # fmt: skip
 LIBRARIES = set("F math nn np numpy os sys torch".split())
 OF_TENSORS = {"T", "H", "mT", "mH", "ndim", "shape", "grad"}  # attributes
 
@@ -215,10 +223,29 @@ def init_source(cls: Callable[..., Any]) -> str:
 
 
 def modules_text(cls: Callable[..., Any]) -> str:
-    """Return the source of the class's modules."""
-    files = [str(module.__file__) for module in user_modules(cls)]
+    """Return the code of the class's modules, without comments and docstrings."""
     linecache.checkcache()
-    return "\n".join("".join(linecache.getlines(file)) for file in files)
+    files = [str(module.__file__) for module in user_modules(cls)]
+    return "\n".join(_code("".join(linecache.getlines(file))) for file in files)
+
+
+@lru_cache(maxsize=64)
+def _code(text: str) -> str:
+    """Return code without its comments and docstrings, in which `i.e` looks like an attribute."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return text
+    for node in ast.walk(tree):
+        match node:
+            case ast.Module([ast.Expr(ast.Constant(str())), *rest]):
+                node.body = rest
+            case (
+                ast.FunctionDef(body=[ast.Expr(ast.Constant(str())), *rest])
+                | ast.ClassDef(body=[ast.Expr(ast.Constant(str())), *rest])
+            ):
+                node.body = [*rest, ast.Pass()]
+    return ast.unparse(tree)
 
 
 def embeddings(module: ModuleType) -> Iterator[tuple[str, dict[str, ast.expr]]]:
@@ -226,8 +253,17 @@ def embeddings(module: ModuleType) -> Iterator[tuple[str, dict[str, ast.expr]]]:
 
     The sizes have the names of torch's parameters: `num_embeddings` and `embedding_dim`.
     """
+    return _embeddings_in(tree_of(module))
+
+
+def rows_role(table: str) -> str:
+    """Return the role of the number of rows of an nn.Embedding with this name."""
+    return "n_positions" if re.search("pos|wpe", table.lower()) else "vocab_size"
+
+
+def _embeddings_in(tree: ast.Module) -> Iterator[tuple[str, dict[str, ast.expr]]]:
     names: dict[ast.expr, str] = {}
-    for node in nodes_of(module):
+    for node in _nodes(tree):
         match node:
             case ast.Assign([ast.Attribute(attr=name) | ast.Name(name)], value) | ast.keyword(
                 str(name), value
@@ -273,6 +309,64 @@ def is_width(cls: Callable[..., Any], name: str) -> bool:
         if name in map(name_of, operands):
             return True
     return False
+
+
+def roles_by_use(cls: Callable[..., Any], name: str) -> set[str]:
+    """Return the roles that the user's code gives an entry whose name has none.
+
+    They are those of the arguments and attributes that it becomes, as in `num_heads=cfg.units` and
+    `self.d_model = units`. A number of rows of a table is the vocabulary's or, by the table's name,
+    that of positions, a number of rows and columns of a mask is that of positions, and what the
+    width is divided by is the number of heads.
+    """
+    found, names = set[str](), [name]
+    for each in names:  # grows
+        for other in _becomes(cls).get(each, ()):
+            role = other if other in SIZES else role_of(other) if len(other) > 1 else "unknown"
+            if role in SIZES:
+                found.add(role)
+            elif role is None and other not in names:
+                names.append(other)
+    return found
+
+
+def _becomes(cls: Callable[..., Any]) -> dict[str, set[str]]:
+    """Return what the values of entries become: names of arguments and attributes, and roles."""
+    return _becomes_in(tuple(tree_of(module) for module in user_modules(cls)))
+
+
+@lru_cache(maxsize=16)
+def _becomes_in(trees: tuple[ast.Module, ...]) -> dict[str, set[str]]:
+    nodes = [node for tree in trees for node in _nodes(tree)]
+    constructors = {
+        node.name: [a.arg for a in method.args.args[1:]]
+        for node in nodes if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+    }  # fmt: skip
+    found = defaultdict[str, set[str]](set)
+    for table, sizes in chain.from_iterable(map(_embeddings_in, trees)):
+        if table and (rows := name_of(sizes.get("num_embeddings", ast.Constant(None)))):
+            found[rows].add(rows_role(table))
+    for node in nodes:
+        pairs = [(value, name_of(target)) for target, value in assigned(node)]
+        match node:
+            case ast.Call(function, arguments, keywords):
+                called = function.attr if isinstance(function, ast.Attribute) else name_of(function)
+                own = constructors.get(called) or _TORCH.get(called, [])
+                pairs += [*zip(arguments, own, strict=False)]
+                rows = "num_embeddings"  # whose role depends on the table
+                pairs += [(k.value, k.arg) for k in keywords if k.arg and k.arg != rows]
+                shape = getattr(arguments[0], "elts", arguments) if arguments else []
+                if called in ("ones", "zeros", "full") and len(shape) > 1:
+                    square = name_of(shape[0]) == name_of(shape[1])
+                    pairs += [(shape[0], "n_positions")] if square else []
+            case ast.BinOp(width, ast.FloorDiv() | ast.Div() | ast.Mod(), divisor):
+                pairs += [(divisor, "n_head")] if role_of(name_of(width)) == "n_embd" else []
+        for value, name in pairs:
+            if name and name_of(value) and name != name_of(value):
+                found[name_of(value)].add(name)
+    return found
 
 
 def _operands(node: ast.AST) -> list[ast.expr]:

@@ -1929,3 +1929,50 @@ class GPT(nn.Module):
     model = own_file.build(tmp_path, source)
     assert model.wte.weight.shape == (97, 24)
     assert model.wte.weight.dtype == (torch.float64 if by_name else torch.float32)
+
+
+def test_parameters_of_several_types_are_converted_if_the_code_runs_only_then(
+    tmp_path: Path,
+) -> None:
+    """The code checks the type of its buffer, so that `model.float()` would not help."""
+    source = """
+import torch
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_ctx, n_embd):
+        super().__init__()
+        self.wte, self.head = nn.Embedding(vocab_size, n_embd), nn.Linear(n_embd, vocab_size)
+        self.register_buffer("table", torch.ones(n_ctx, 1, dtype=torch.bfloat16))
+        self.wte.to(torch.bfloat16)
+
+    def forward(self, ids):
+        assert self.table.dtype == torch.bfloat16
+        return self.head(self.wte(ids) + self.table[: ids.shape[1]])
+"""
+    model, call = described(tmp_path, source)
+    assert model.wte.weight.dtype == torch.float32 and model.table.dtype == torch.bfloat16
+    assert call.endswith("; outside autocast, your code only runs with float32 parameters")
+    source = source.replace(
+        "self.head(self.wte(ids) +", "self.head((self.wte(ids) * 1.0).float() +"
+    )
+    model, call = described(tmp_path, source)
+    assert model.wte.weight.dtype == torch.bfloat16 and "autocast" not in call
+
+
+def test_sizes_of_a_module_that_cannot_be_imported_are_the_checkpoints(tmp_path: Path) -> None:
+    """Only what is read off such a module is executed, and here the constructor reads it."""
+    (tmp_path / "own_sizes.py").write_text("open('no such file')\nN_EMBD = 384\nVOCAB_SIZE = 65\n")
+    source = """
+from torch import nn
+import own_sizes
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(own_sizes.VOCAB_SIZE, own_sizes.N_EMBD)
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    assert build(tmp_path, source).wte.weight.shape == (CONFIG.vocab_size, CONFIG.n_embd)

@@ -264,6 +264,8 @@ class Trainer(nn.Module):
         return self(batch)
 """
     assert selected(tmp_path, GPT + trainer) == "GPT"
+    adapters = trainer.replace("forward", "apply_to").replace("training_step", "reset")
+    assert selected(tmp_path, GPT + adapters) == "GPT"
 
 
 def test_calls_of_a_missing_library_in_another_file_are_ignored_while_it_is_loaded(

@@ -407,6 +407,34 @@ def test_an_ambiguous_name_whose_role_the_code_shows(
     assert model.blocks[0].mlp[0].out_features == 96
 
 
+def test_a_config_whose_name_is_that_of_heads_is_no_number_of_heads(tmp_path: Path) -> None:
+    """Of a model that does not run, other numbers of heads are tried."""
+    source = """
+from dataclasses import dataclass, field
+from torch import nn
+
+@dataclass
+class Heads:
+    n_heads: int = 2
+
+@dataclass
+class Config:
+    vocab_size: int = 5
+    n_embd: int = 6
+    heads: Heads = field(default_factory=Heads)
+
+class GPT(nn.Module):
+    def __init__(self, heads_config: Config):
+        super().__init__()
+        self.wte = nn.Embedding(heads_config.vocab_size, heads_config.n_embd)
+
+    def forward(self, ids):
+        raise ValueError("it does not run")
+"""
+    model, _ = described(tmp_path, source)
+    assert model.wte.embedding_dim == CONFIG.n_embd
+
+
 @pytest.mark.parametrize("entry", ["n_kv_heads", "dtype"])
 def test_another_value_of_an_entry_is_tried_if_the_model_does_not_run(
     tmp_path: Path, entry: str
@@ -534,3 +562,99 @@ def test_attributes_that_the_body_of_a_config_class_computes_follow(tmp_path: Pa
     source = source.replace(LATE, f"cfg.same; {LATE}")
     model, _ = built(tmp_path, FIELDS.rstrip() + more + source)
     assert (model.cfg.same, model.cfg.double, model.cfg.other) == (24, 48, 6)
+
+
+# A GPT whose argument `units` has a value of its own and a name that denotes no size.
+UNITS = """
+import torch
+from torch import nn
+
+class Heads(nn.Module):
+    def __init__(self, n_embd, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
+
+class GPT(nn.Module):
+    def __init__(self, {sizes}, units=7):
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(vocab_size, n_embd), nn.Embedding(block_size, n_embd)
+        self.units = {units}
+        self.attn = nn.ModuleList({attention} for _ in range(n_layer))
+        self.up = nn.ModuleList(nn.Linear(n_embd, {inner}) for _ in range(n_layer))
+        self.gate = {gate}
+        self.norm, self.head = nn.LayerNorm(n_embd), nn.Linear(n_embd, vocab_size, bias=False)
+
+    def forward(self, ids):
+        return self.head(self.tok(ids))
+"""
+NAMES = ("vocab_size", "block_size", "n_embd", "n_layer")
+
+
+def units(tmp_path: Path, name: str = "", **code: str) -> int:
+    """Return the value of the argument `units`, which is in the place of the size `name`."""
+    sizes = ", ".join(each for each in NAMES if each != name)
+    usual = {"attention": "Heads(n_embd, 4)", "inner": "4 * n_embd", "gate": "None"}
+    source = UNITS.format(**{"sizes": sizes, "units": "units", **usual, **code})
+    if name:
+        source = source.replace("units=7):", f"units=7):\n        {name} = units + 0")
+    model, _ = described(tmp_path, source)
+    return int(model.units)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        {"attention": "Heads(n_embd, num_heads=units)"},
+        {"attention": "Heads(n_embd, units)"},
+        {"units": "units + 0 * (n_embd // units)"},
+    ],
+    ids=["keyword", "position", "divisor"],
+)
+def test_what_the_code_makes_of_an_argument_tells_its_role(
+    tmp_path: Path, code: dict[str, str]
+) -> None:
+    """The number of heads changes the shape of no parameter, and 7 heads do not fit the width."""
+    assert units(tmp_path, **code) == CONFIG.n_head
+
+
+def test_an_argument_whose_role_another_one_has_keeps_its_value(tmp_path: Path) -> None:
+    code = {"attention": "Heads(n_embd, 4)", "units": "units + 0 * (n_embd // units)"}
+    assert units(tmp_path, sizes="vocab_size, block_size, n_embd, n_layer, n_head", **code) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("n_embd", CONFIG.n_embd), ("block_size", CONFIG.n_positions), ("n_layer", CONFIG.n_layer)],
+)
+def test_the_shapes_of_parameters_tell_the_role_of_an_argument(
+    tmp_path: Path, name: str, value: int
+) -> None:
+    """The missing output projections, norms and biases hide it from the number of parameters."""
+    assert units(tmp_path, name) == value
+
+
+def test_the_shapes_of_parameters_tell_the_width_of_the_mlp(tmp_path: Path) -> None:
+    assert units(tmp_path, inner="units + 0") == CONFIG.d_inner
+
+
+def test_a_size_that_gpt2_lacks_keeps_its_value(tmp_path: Path) -> None:
+    """The model has all sizes of GPT-2, but fewer parameters than GPT-2."""
+    assert units(tmp_path, gate="nn.Linear(n_embd, units + 0)") == 7
+
+
+def test_a_comment_reads_no_entry_of_a_config(tmp_path: Path) -> None:
+    """Because of `e`, which denotes the width, `units` could not be the width."""
+    source = MODEL.replace("cfg.kind_of_pos", "'learned'").replace("self.cfg.quick", "True")
+    source = source.replace(
+        "class GPT(",
+        '''class Config:
+    def __init__(self, vocab_size=9, block_size=9, n_layer=9, units=9):
+        """Set the sizes, i.e those below."""
+        self.vocab_size, self.block_size = vocab_size, block_size  # i.e of the vocabulary
+        self.n_layer, self.units = n_layer, units
+
+class GPT(''',
+    ).replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
+    model, _ = built(tmp_path, source, width="units")
+    assert model.cfg.units == CONFIG.n_embd
