@@ -1361,6 +1361,21 @@ def test_the_activation_of_an_mlp_with_three_projections_is_named(
     assert found == {"extra_projection", "random_parameters", "relu"}
 
 
+def test_an_mlp_inside_attentions_branch_is_not_the_blocks(tiny: Path, tmp_path: Path) -> None:
+    """The block's own MLP, its norm and its residual connection are those of GPT-2."""
+    edits = [
+        ("        self.ff = FeedForward(dim)", "        self.ff = FeedForward(dim)\n"
+         "        self.gate, self.more = nn.Linear(dim, 2 * dim), nn.Linear(dim, 2 * dim)\n"
+         "        self.narrow = nn.Linear(2 * dim, dim)"),
+        ("x = self.att(x)\n", "x = self.att(x)\n"
+         "        x = self.narrow(F.silu(self.gate(x)) * self.more(x))\n"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"extra_projection", "random_parameters"}
+    assert not adaptation.unmatched
+    assert "3 projections run here" in only_finding(adaptation, "extra_projection").message
+
+
 def test_an_adapter_after_the_mlp_is_named(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("        self.ff = FeedForward(dim)", "        self.ff = FeedForward(dim)\n"

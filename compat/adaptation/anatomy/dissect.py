@@ -687,7 +687,7 @@ class _Dissection:
         products = {op.product for op in attention_ops}
         until, after, following = self._following(i)
         cross = [c for c in self.cross if c.product in following and products & above[c.product]]
-        out_projs, second, rest = self._projections_of(i, products, following, after)
+        out_projs, second, rest = self._projections_of(i, products, until, following, after)
         found = self._mlp(i, rest, until)
         fc, mlp_proj = found.fc, found.proj
         extra = [*found.others, *second]  # `second` project what attention computes
@@ -777,7 +777,12 @@ class _Dissection:
         return until, {self.head} | following_qkv, found
 
     def _projections_of(
-        self, i: int, products: set[Node], following: set[Node], after: set[Node]
+        self,
+        i: int,
+        products: set[Node],
+        until: list[Node],
+        following: set[Node],
+        after: set[Node],
     ) -> tuple[list[Node], list[Node], list[Node]]:
         """Return the output projections of a layer, those that follow them, and the MLP's."""
         graph, index = self.graph, self.index
@@ -809,6 +814,8 @@ class _Dissection:
             mlp, out_projs = {*mlp, *out_projs}, []  # an MLP that reads the heads
         ordered = sorted(mlp, key=graph.order.__getitem__)
         second = self._second_out_projs(out_projs, ordered) if self.accepts_others else []
+        if self.accepts_others and out_projs and not second:
+            second = self._in_attentions_branch(out_projs[-1], products, ordered, until)
         rest = [n for n in ordered if n not in second]
         if len(rest) == 1 and index.sources(rest[0]) and index.sources(rest[0]) <= qkv:
             raise UnknownPart(
@@ -945,6 +952,19 @@ class _Dissection:
                 break
             found.append(node)
         return found
+
+    def _in_attentions_branch(
+        self, out_proj: Node, products: set[Node], following: list[Node], until: list[Node]
+    ) -> list[Node]:
+        """Return projections before the sum that ends attention's branch, if an MLP follows it."""
+        total, above = self._sum(out_proj, products, until), self.graph.ancestors
+        if total.shortcut is None:
+            return []
+        inside = [n for n in following if n in above[total.branch] | {total.branch}]
+        after = [n for n in following if total.node in above[n]]
+        only_attention = all(self.index.sources(n) <= {out_proj, *inside} for n in inside)
+        is_all = len(inside) + len(after) == len(following)
+        return inside if only_attention and is_all and len(after) > 1 else []
 
     def _mlp(self, i: int, found: list[Node], until: list[Node]) -> _Mlp:
         """Return the MLP among the projections between a layer's attention and `until`."""
