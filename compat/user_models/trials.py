@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import inspect
 import math
 import re
@@ -190,9 +191,19 @@ class Search:
         return found
 
     def _sizes(self, arguments: Mapping[str, Any]) -> dict[str, int]:
-        """Return the integers among arguments and their entries, and the constructor's defaults."""
-        entries = self._with_entries({**_defaults(self.target), **arguments})
-        return {name: value for name, value in entries.items() if type(value) is int}
+        """Return the integers among arguments and their entries, and the constructor's defaults.
+
+        What a data class does not declare, compat sets in case it is read, as `h` of
+        `self.transformer.h` may be. It is left out.
+        """
+        values = {**_defaults(self.target), **arguments}
+        undeclared = {
+            f"{name}.{key}"
+            for name, value in values.items() if dataclasses.is_dataclass(value)
+            for key in vars(value).keys() - {field.name for field in dataclasses.fields(value)}
+        }  # fmt: skip
+        entries = self._with_entries(values)
+        return {n: v for n, v in entries.items() if type(v) is int and n not in undeclared}
 
     # Ambiguous names.
 

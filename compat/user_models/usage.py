@@ -331,7 +331,7 @@ def roles_by_use(cls: Callable[..., Any], name: str) -> set[str]:
 
 
 def _becomes(cls: Callable[..., Any]) -> dict[str, set[str]]:
-    """Return what the values of entries become: names of arguments and attributes, and roles."""
+    """Return what the values of entries become, and what they are: names and roles."""
     return _becomes_in(tuple(tree_of(module) for module in user_modules(cls)))
 
 
@@ -364,8 +364,11 @@ def _becomes_in(trees: tuple[ast.Module, ...]) -> dict[str, set[str]]:
             case ast.BinOp(width, ast.FloorDiv() | ast.Div() | ast.Mod(), divisor):
                 pairs += [(divisor, "n_head")] if role_of(name_of(width)) == "n_embd" else []
         for value, name in pairs:
-            if name and name_of(value) and name != name_of(value):
-                found[name_of(value)].add(name)
+            other = name_of(value)
+            if name and other and name != other:
+                found[other].add(name)
+                if isinstance(value, ast.Name):  # as in `Config(units=num_heads)`
+                    found[name].add(other)
     return found
 
 
