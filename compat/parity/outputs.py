@@ -18,7 +18,8 @@ def find_logits(
     """Return the logits in what a model returned.
 
     Args:
-        output: a tensor, or containers, data classes and objects with `logits` that hold tensors.
+        output: a tensor, or containers, data classes, models of pydantic and objects with `logits`
+            that hold tensors.
         ids: the ids (B, T) for which the model returned it.
         last: look for logits of the last position first, (B, V) or (B, 1, V).
         vocab_size: V, which distinguishes logits from hidden states. Without it the widest tensor
@@ -106,3 +107,5 @@ def _tensors(output: Any) -> Iterator[Tensor]:
         yield from _tensors({f.name: getattr(output, f.name) for f in dataclasses.fields(output)})
     elif hasattr(output, "logits"):
         yield from _tensors(output.logits)
+    elif hasattr(output, "model_fields"):  # of pydantic
+        yield from _tensors(vars(output))

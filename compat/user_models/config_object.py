@@ -122,8 +122,17 @@ def _known_values(
     for name, role in roles.items():  # a ratio of a model's own if it is not given
         if role == "ratio" and re.search(rf"\b{name} is (not )?None\b", text):
             values[name] = None
+    for name, role in roles.items():  # a kind of MLP: "gelu" and not the author's "swiglu"
+        if role is None and _MLP_KIND.search(plain(name)):
+            gelus = "|".join(GELUS)
+            own = re.search(rf"""\b{name}\b["'\])]*\s*(?:==|=|,)\s*["']({gelus})["']""", text)
+            values |= {name: own[1]} if own else {}
     names_of_gelu = [n for n, value in values.items() if value == "gelu_new"]
     return values | {name: activation_for(cls, name) for name in names_of_gelu}
+
+
+# Names of entries that choose the formula of the MLP.
+_MLP_KIND = re.compile("(mlp|ffn?|feedforward)(type|kind|variant|impl)")
 
 
 @dataclass(frozen=True)
@@ -501,9 +510,11 @@ def _replaces(template: type, name: str, known: Mapping[str, Any]) -> bool:
 def _accepts(parameter: Parameter, value: Any) -> bool:
     """Return whether a value has the type of the parameter's default or annotation.
 
-    A string default is kept.
+    A string default is kept, except that of a gated MLP, whose parameters GPT-2 does not have.
     """
     default = parameter.default
+    if _MLP_KIND.search(plain(parameter.name)) and value in GELUS:
+        return default is parameter.empty or (isinstance(default, str) and "glu" in default.lower())
     if value is None:
         return default is None or re.search("None|Optional", str(parameter.annotation)) is not None
     if isinstance(default, Unknown):

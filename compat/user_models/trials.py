@@ -478,7 +478,8 @@ class Search:
         and the code may compute what is None by default. An attribute that is read with a default
         may be one that other classes read, code that casts to bfloat16 needs such parameters, code
         may want fewer heads of keys than of queries, and the number of heads may be written in it,
-        as in `x.view(B, T, 8, -1)`.
+        as in `x.view(B, T, 8, -1)`. A vocabulary may have to be as large as the user's, which is
+        padded to a multiple of 64, because an id of it is written in the code.
         """
         yield self._own_switches(self.config)
         entries = self._entries()
@@ -500,6 +501,9 @@ class Search:
         known = {name: neutral(name)[1] for name in optional if neutral(name)[1] is not None}
         known |= {name: torch.device("cpu") for name in optional if role_of(name) == "device"}
         yield from ({name: value} for name, value in known.items())
+        words = [name for name in entries if role_of(last_part(name)) == "vocab_size"]
+        larger = [n for n in self._numbers(self.config.vocab_size + 1, 2**18) if n % 64 == 0]
+        yield from (nested(dict.fromkeys(words, n)) for n in larger if words)
         numbers = [name for name, value in entries.items() if isinstance(value, int | None)]
         heads = [name for name in numbers if role_of(last_part(name)) == "n_head"]
         of_keys = [name for name in heads if "kv" in plain(last_part(name))]

@@ -25,6 +25,7 @@ from compat.user_models.synonyms import CONFIG_NAMES, SIZES, is_config_name, pla
 
 _ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
 _ATTRIBUTE = re.compile(r"\b([^\W\d][\w.]*)\.([^\W\d]\w*)\b(?!\s*\()")
+_IMPORT = re.compile(r"^\s*(from|import)\s.*", re.MULTILINE)
 _GETTER = re.compile(r"\b([^\W\d][\w.]*)\.(get_\w+)\(\)")
 _GETATTR = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']""")
 _DEFAULT = re.compile(r"""getattr\([^,()]+,\s*["'](\w+)["']\s*,""")
@@ -87,7 +88,7 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     name = rf"(?!(?:{tensors})\b)[^\W\d]\w*\b(?!\s*\()"
     reading = rf"""\b{parameter}(?:\.{name}|\[["']|\.get\()"""
     direct = re.search(rf"""{reading}|getattr\(\s*{parameter}\s*,""", own)
-    text = modules_text(cls)
+    text = _IMPORT.sub("", modules_text(cls))  # `feedforward` of `llama.feedforward` is no entry
     aliases = {
         alias for alias in re.findall(rf"\bself\.(\w+)\s*=\s*{parameter}[ \t]*(?:#.*)?$", own, re.M)
         if any(role_of(n) in SIZES for n in re.findall(rf"\bself\.{alias}\.(\w+)\b(?!\s*\()", text))

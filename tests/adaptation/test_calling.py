@@ -28,10 +28,20 @@ class Output:
     loss: Tensor | None = None
 
 
+class PydanticOutput:
+    """Has what the models of pydantic have: their fields, and attributes with these names."""
+
+    model_fields = ("loss", "logprobs")
+
+    def __init__(self) -> None:
+        self.loss, self.logprobs = None, LOGITS
+
+
 @pytest.mark.parametrize(
     "output",
     [
         LOGITS,
+        PydanticOutput(),
         (LOGITS, None),
         (None, LOGITS),
         [LOGITS, [HIDDEN]],

@@ -3379,6 +3379,11 @@ def test_a_model_that_leaves_out_the_last_id_is_called_with_one_more(
     assert adaptation
     found = only_finding(adaptation, "last_id_left_out")
     assert found.source_line == "ids = ids[:, :-1]" and found.severity == "info"
+    target = shifted.replace("        ids", "        target = ids[:, 1:]\n        ids", 1)
+    loss = "return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten())"
+    edits = [(edits[0][0], target), ("return self.head(x)", loss)]
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert adaptation and {"last_id_left_out", "loss_only"} <= {f.code for f in adaptation.findings}
 
 
 def test_a_table_of_relative_positions_is_one_finding(tiny: Path, tmp_path: Path) -> None:

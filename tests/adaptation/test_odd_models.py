@@ -953,6 +953,13 @@ def test_modules_in_a_plain_list_are_loaded_and_reported(tiny: Path) -> None:
     assert "blocks.0.ln_1.weight" in named
 
 
+def test_a_plain_list_of_modules_without_parameters_is_not_reported(tiny: Path) -> None:
+    """A comma after `nn.Dropout(0.1)` makes it a tuple."""
+    model = noisy_model(ViewsIds)
+    vars(model)["drop"] = (nn.Dropout(0.1),)
+    assert adapt(model, tiny)
+
+
 class SharedKeys(Block):
     """Two query heads share one key and one value."""
 

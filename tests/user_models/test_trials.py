@@ -435,6 +435,18 @@ class GPT(nn.Module):
     assert model.wte.embedding_dim == CONFIG.n_embd
 
 
+def test_a_vocabulary_that_the_code_needs_is_the_users(tmp_path: Path) -> None:
+    """GPT-2's is smaller than the padded one, of which an id is written in the code."""
+    source = KNOWN.replace("cfg.vocab_size, width)", "cfg.vocab_size, width, padding_idx=191)")
+    source += """
+class Config:
+    vocab_size: int = 192
+"""
+    model, call = built(tmp_path, source)
+    assert model.tok.num_embeddings == 192
+    assert "; your code only runs with cfg.vocab_size=192" in call
+
+
 @pytest.mark.parametrize("entry", ["n_kv_heads", "dtype"])
 def test_another_value_of_an_entry_is_tried_if_the_model_does_not_run(
     tmp_path: Path, entry: str
@@ -658,3 +670,39 @@ class GPT(''',
     ).replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
     model, _ = built(tmp_path, source, width="units")
     assert model.cfg.units == CONFIG.n_embd
+
+
+@pytest.mark.parametrize("default", ["swiglu", "relu"])
+def test_a_gated_mlp_is_replaced_by_that_of_gpt2(tmp_path: Path, default: str) -> None:
+    """A kind that has the parameters of GPT-2's is the author's choice."""
+    source = KNOWN.replace(
+        "self.cfg, width", "assert cfg.mlp_type != 'gelu' or True\n        self.cfg, width"
+    )
+    source = source.replace(
+        "class GPT(",
+        f'''from dataclasses import dataclass
+
+@dataclass
+class Config:
+    vocab_size: int = 5
+    block_size: int = 5
+    n_embd: int = 6
+    n_layer: int = 1
+    mlp_type: str = "{default}"
+
+class GPT(''',
+    ).replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
+    source = source.replace("!= 'gelu'", "== 'gelu'")
+    model, _ = built(tmp_path, source)
+    assert model.cfg.mlp_type == ("gelu" if default == "swiglu" else default)
+
+
+def test_a_module_that_is_imported_is_no_entry_of_a_config(tmp_path: Path) -> None:
+    """With `feedforward`, the width of the MLP, `hidden_dim` would be that of the stream."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "feedforward.py").write_text("size = 3\n")
+    source = KNOWN.replace(
+        "from torch import nn", "from torch import nn\nfrom parts.feedforward import size", 1
+    )
+    model, _ = built(tmp_path, source, "cfg.hidden_dim", "embedding_dim")
+    assert model.cfg.hidden_dim == CONFIG.d_inner and model.cfg.embedding_dim == CONFIG.n_embd

@@ -56,6 +56,8 @@ def _plain_lists(model: nn.Module) -> list[PlainList]:
                 continue
             items = list(value.values()) if isinstance(value, dict) else list(value)
             # Modules that are registered elsewhere as well are parameters of the model.
-            if all(isinstance(item, nn.Module) for item in items) and not known & set(items):
+            if not all(isinstance(item, nn.Module) for item in items) or known & set(items):
+                continue
+            if any(next(item.parameters(), None) is not None for item in items):
                 found.append(PlainList(module, f"{path}.{name}" if path else name, value))
     return found
