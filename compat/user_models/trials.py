@@ -1,9 +1,10 @@
 """Find arguments of a user's class that their names leave open, by building its model.
 
-Each possible value of an entry is tried in a small model. Values with which the model cannot be
-built or called are discarded. Of the others, the values are chosen with which the number of
-parameters is closest to that of a GPT-2 of the same sizes. After a wrong choice the proof fails,
-and a note says what was built.
+What the code makes of an argument may tell its role, as in `num_heads=units`. Otherwise, each
+possible value is tried in a small model. Values with which the model cannot be built or called are
+discarded. Of the others, the values are chosen with which the number of parameters is closest to
+that of a GPT-2 of the same sizes, or the shapes of the parameters are those of such a model. After
+a wrong choice the proof fails, and a note says what was built.
 
 If that is not enough, because a model in the checkpoint's sizes cannot be built or called, it is
 built in another way: with switches and arguments of the user's own, or in other sizes.
@@ -129,8 +130,8 @@ class Search:
         """Return values for arguments with unknown or ambiguous names.
 
         If all names are known, other meanings of ambiguous names are tried, then roles of integers
-        whose names have none, then switches. If some are unknown, roles for them are tried, then
-        what the code does with them, then the user's own calls.
+        whose names have none, then switches. If some are unknown, they get the roles that the code
+        gives them, then roles are tried, then what the code does with them, then the user's calls.
         """
         try:
             arguments = self._arguments_in(self.small)
@@ -276,15 +277,15 @@ class Search:
         """
         names = {n: v for n, v in sizes.items() if n not in self.chosen and _may_be_size(n)}
         known = {role_of(last_part(name)) for name in sizes}
-        while names:
+        while names and (built := self._shapes({})):
             fits = dict[tuple[str, str], tuple[int, bool, float]]()
-            works, distance, shapes = self._shapes({})
+            works, distance, shapes = built
             in_shapes = {n for n, v in names.items() if shapes.may_have(v, self.small.n_embd)}
             every = [*ASCENDING, "d_inner"]
             lacking = [role for role in every if role not in known | shapes.roles]
             for name, role in product(sorted(in_shapes - {*self.chosen}), lacking):
-                with contextlib.suppress(Exception, SystemExit):
-                    also_works, other, found = self._shapes({name: of_role(role)})
+                if tried := self._shapes({name: of_role(role)}):
+                    also_works, other, found = tried
                     fewer = role in found.roles and len(found.unexplained) < len(shapes.unexplained)
                     if also_works >= works and fewer and (role in ALWAYS or other <= distance):
                         fits[name, role] = len(found.unexplained), role == "d_inner", other
@@ -667,16 +668,17 @@ class Search:
     def _distance(self, more: Mapping[str, Value]) -> tuple[float | None, list[str]]:
         return _distance(self.run, self.config, {**self.chosen, **more})
 
-    def _shapes(self, more: Mapping[str, Value]) -> tuple[bool, float, _Shapes]:
+    def _shapes(self, more: Mapping[str, Value]) -> tuple[bool, float, _Shapes] | None:
         """Return whether the model can be called, its distance, and the shapes of its parameters.
 
-        Raises:
-            Exception: it cannot be built.
+        None if it cannot be built.
         """
         values = arguments_with({**self.chosen, **more}, self.small)
-        with _no_larger_than(LARGEST * max(_counts(self.small))):
-            model, works = self.run(self.small, values)
-        return works, _difference(model, self.small), _shapes(model, self.small)
+        with contextlib.suppress(Exception, SystemExit):
+            with _no_larger_than(LARGEST * max(_counts(self.small))):
+                model, works = self.run(self.small, values)
+            return works, _difference(model, self.small), _shapes(model, self.small)
+        return None
 
 
 def small_config(config: GPT2Config) -> GPT2Config:
