@@ -62,7 +62,7 @@ _PATTERNS = {
     "ratio": r"(mlp|ffn?|ffdim|hidden|dim|inner|forward|widening)(ratio|mult(iplier)?|factor)"
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(q|k|qk|v)?(per)?head"
-    r"|d(im)?(k|v|q|qk|qkv|key|value)|n(key|query|value)s?|(query)?(key|query|value)s?(dim|size)|querypreattn(scalar|norm)",
+    r"|d(im)?(k|v|q|qk|qkv|key|value)|n(key|query|value)s?|(query)?(key|query|val(ue)?)s?(dim|size)|querypreattn(scalar|norm)",
     # Each query has a key of its own.
     "one": r"(n|num)?(queries|queryheads|qheads|heads)per(key|kv|kvhead|keyhead|group)s?",
     # As many groups of queries as heads are not grouped.

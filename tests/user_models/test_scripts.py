@@ -478,6 +478,7 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
     [
         (["token_size", "d_model", "heads"], ["vocab_size", "n_embd", "n_head"]),
         (["d_qk", "d_v", "feedforward_h_dim"], ["d_head", "d_head", "d_inner"]),
+        (["key_dim", "val_dim", "emb_dim"], ["d_head", "d_head", "n_embd"]),
         (["transformer_dropout_rate", "max_rate"], ["resid_pdrop", None]),
         (["input_dim", "hidden_dim", "pf_dim"], ["vocab_size", "n_embd", "d_inner"]),
         (["vocab_size", "input_dim", "hidden_dim"], ["vocab_size", "n_embd", "d_inner"]),
