@@ -1680,7 +1680,7 @@ def test_dropout_is_no_difference_of_fused_kernels(tiny: Path, tmp_path: Path) -
 
 def test_equal_lists_of_all_blocks_are_one_finding(tiny: Path, tmp_path: Path) -> None:
     up = "        self.up = nn.Linear(dim, 4 * dim)\n"
-    norms = f"{up}        self.norms = [nn.Identity()]\n"
+    norms = f"{up}        self.norms = [nn.PReLU(init=1.0)]\n"
     edits = [(up, norms), (GELU, f"self.norms[0]({GELU})")]
     found = only_finding(adapted(tiny, tmp_path, edits), "plain_list")
     assert found.message.startswith("each of blocks.{0…2}.ff.norms is a Python list of modules")
