@@ -73,6 +73,8 @@ _OF_FILES = re.compile("_(dir(ectory)?|path|file|folder)$")
 _WIDTH = re.compile("dim|embd?|model|width|size")
 INT = (int, "int")  # annotations of a number
 LARGEST_FACTOR = 16  # by which a default multiplies the width
+# Names of entries that choose the formula of the MLP.
+_MLP_KIND = re.compile("(mlp|ffn?|feedforward)(type|kind|variant|impl)")
 
 
 def known_arguments(
@@ -129,10 +131,6 @@ def _known_values(
             values |= {name: own[1]} if own else {}
     names_of_gelu = [n for n, value in values.items() if value == "gelu_new"]
     return values | {name: activation_for(cls, name) for name in names_of_gelu}
-
-
-# Names of entries that choose the formula of the MLP.
-_MLP_KIND = re.compile("(mlp|ffn?|feedforward)(type|kind|variant|impl)")
 
 
 @dataclass(frozen=True)

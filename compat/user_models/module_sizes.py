@@ -101,13 +101,13 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
 
 def _execute_what_is_read(modules: Sequence[ModuleType]) -> None:
     """Execute what others read off a module of which only the names that are read are executed."""
-    for module in modules:
+    lazy = [module for module in modules if "__getattr__" in vars(module)]
+    for module in modules if lazy else ():
         for node in nodes_of(module):
             match node:
                 case ast.Attribute(ast.Name(owner), name):
                     read = vars(module).get(owner)
-                    is_module = isinstance(read, ModuleType) and read in modules
-                    if is_module and "__getattr__" in vars(read):
+                    if isinstance(read, ModuleType) and read in lazy:
                         with contextlib.suppress(Exception, SystemExit):
                             getattr(read, name)
 

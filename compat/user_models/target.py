@@ -742,16 +742,16 @@ def _takes_classes(definition: ast.ClassDef) -> bool:
     return any(CLASSES.fullmatch(plain(name)) for name in _constructor_arguments(definition))
 
 
-def _only_trains(definition: ast.ClassDef) -> bool:
-    """Return whether a class trains a model that it is passed, or has no `forward`.
+def _trains_or_extends(definition: ast.ClassDef) -> bool:
+    """Return whether a class trains or extends a model, and is none itself.
 
-    Such a class is passed the model, as one that holds adapters for it, or has Lightning's methods
-    for training.
+    Two of these are true of such a class: it is passed a model, it has Lightning's methods for
+    training, and it has no `forward`.
     """
     names = {getattr(node, "name", "") for node in definition.body}
-    passed = "model" in _constructor_arguments(definition)
+    is_passed_model = "model" in _constructor_arguments(definition)
     trains = bool(names & {"training_step", "configure_optimizers"})
-    return passed + trains + ("forward" not in names) >= 2
+    return [is_passed_model, trains, "forward" not in names].count(True) >= 2
 
 
 def _unused(
@@ -762,7 +762,7 @@ def _unused(
     A function that builds a model of its parts uses the parts.
     """
     classes = {name: c for name, c in classes.items() if not OTHER_MODELS.search(name)} or classes
-    classes = {name: c for name, c in classes.items() if not _only_trains(c)} or classes
+    classes = {name: c for name, c in classes.items() if not _trains_or_extends(c)} or classes
     used = {n for name, c in classes.items() for n in _used_by(c, classes) if n != name}
     for function in _functions(body):
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]

@@ -298,7 +298,8 @@ class Search:
     def _choose_by_use(self, names: Iterable[str], others: Iterable[str]) -> None:
         """Choose the roles that the code gives to names that have none.
 
-        They are only kept if the model can be built with them, and called if it could before.
+        They are only kept if the model can be built with them, and if it can still be called and
+        has no other vocabulary than before.
 
         Args:
             names: those of arguments, and of entries `argument.entry` of configs.
@@ -318,11 +319,9 @@ class Search:
         ]
         if found and assigned:
             before = self._distance({})[0]
-            best, unknown = self._best(assigned, math.inf)
-            if unknown:  # of others
-                self.chosen |= assigned[0]
-            elif best and not _much_worse(self._distance(best)[0], before):
-                self.chosen |= best
+            most = math.inf if before is None else before + OTHER_VOCABULARY / 2
+            best, unknown = self._best(assigned, most)
+            self.chosen |= assigned[0] if unknown else best  # values of others are unknown
 
     def _unset_entries(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return the entries that are None, if the model cannot be built or called with them."""
@@ -673,10 +672,8 @@ class Search:
 
         None if it cannot be built.
         """
-        values = arguments_with({**self.chosen, **more}, self.small)
         with contextlib.suppress(Exception, SystemExit):
-            with _no_larger_than(LARGEST * max(_counts(self.small))):
-                model, works = self.run(self.small, values)
+            model, works = _trial(self.run, self.small, {**self.chosen, **more})
             return works, _difference(model, self.small), _shapes(model, self.small)
         return None
 
@@ -688,11 +685,6 @@ def small_config(config: GPT2Config) -> GPT2Config:
 
 def _defaults(target: type[nn.Module]) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in parameters_of(target).items()}
-
-
-def _much_worse(after: float | None, before: float | None) -> bool:
-    """Return whether a model can no longer be called, or has another vocabulary than before."""
-    return before is not None and (after is None or after - before > OTHER_VOCABULARY / 2)
 
 
 def _has_no_role(name: str) -> bool:
@@ -726,6 +718,12 @@ def _by_likelihood(every: Mapping[str, Sequence[Value]]) -> Iterator[dict[str, V
             yield {name: values[i] for (name, values), i in pairs}
 
 
+def _trial(run: Run, small: GPT2Config, chosen: Mapping[str, Value]) -> tuple[nn.Module, bool]:
+    """Build a model of these sizes, which must not be much larger than GPT-2, and call it."""
+    with _no_larger_than(LARGEST * max(_counts(small))):
+        return run(small, arguments_with(chosen, small))
+
+
 def _distance(
     run: Run, config: GPT2Config, chosen: Mapping[str, Value]
 ) -> tuple[float | None, list[str]]:
@@ -735,8 +733,7 @@ def _distance(
     """
     small = small_config(config)
     try:
-        with _no_larger_than(LARGEST * max(_counts(small))):
-            model, works = run(small, arguments_with(chosen, small))
+        model, works = _trial(run, small, chosen)
     except UnknownArguments as error:
         return None, error.names
     except ModuleNotFoundError:

@@ -36,7 +36,6 @@ _TABLE_BY_DEFAULT = re.compile(r"""\.get\(\s*["'](\w+)["']\s*,\s*(?:\{\}|dict\(\
 _OWN = re.compile(r"\bself\.(\w+)\b(?!\s*\()")
 # Buffers, and attributes that the code assigns without reading their previous value.
 _MADE = re.compile(r"""\bself\.(\w+)\s*=(?!=)(?!.*self\.\1\b)|register_buffer\(\s*["'](\w+)""")
-# Attributes of these modules are not config entries.
 # What torch's modules call their arguments.
 _TORCH = {
     "Embedding": ["", "embedding_dim"], "LayerNorm": ["normalized_shape"],
@@ -44,6 +43,7 @@ _TORCH = {
     "TransformerEncoderLayer": ["d_model", "nhead", "dim_feedforward"],
     "TransformerDecoderLayer": ["d_model", "nhead", "dim_feedforward"],
 }  # fmt: skip
+# Attributes of these modules are not config entries.
 LIBRARIES = set("F math nn np numpy os sys torch".split())
 OF_TENSORS = {"T", "H", "mT", "mH", "ndim", "shape", "grad"}  # attributes
 
@@ -88,7 +88,7 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     name = rf"(?!(?:{tensors})\b)[^\W\d]\w*\b(?!\s*\()"
     reading = rf"""\b{parameter}(?:\.{name}|\[["']|\.get\()"""
     direct = re.search(rf"""{reading}|getattr\(\s*{parameter}\s*,""", own)
-    text = _IMPORT.sub("", modules_text(cls))  # `feedforward` of `llama.feedforward` is no entry
+    text = _IMPORT.sub("", modules_text(cls))  # `import llama.feedforward` reads no entry
     aliases = {
         alias for alias in re.findall(rf"\bself\.(\w+)\s*=\s*{parameter}[ \t]*(?:#.*)?$", own, re.M)
         if any(role_of(n) in SIZES for n in re.findall(rf"\bself\.{alias}\.(\w+)\b(?!\s*\()", text))
@@ -234,7 +234,7 @@ def modules_text(cls: Callable[..., Any]) -> str:
 def _code(text: str) -> str:
     """Return code without its comments and docstrings, in which `i.e` looks like an attribute."""
     try:
-        tree = ast.parse(text)
+        tree = ast.parse(text)  # not a shared tree, because it is changed
     except SyntaxError:
         return text
     for node in ast.walk(tree):
@@ -320,9 +320,9 @@ def roles_by_use(cls: Callable[..., Any], name: str) -> set[str]:
     that of positions, a number of rows and columns of a mask is that of positions, and what the
     width is divided by is the number of heads.
     """
-    found, names = set[str](), [name]
+    found, names, becomes = set[str](), [name], _becomes(cls)
     for each in names:  # grows
-        for other in _becomes(cls).get(each, ()):
+        for other in becomes.get(each, ()):
             role = other if other in SIZES else role_of(other) if len(other) > 1 else "unknown"
             if role in SIZES:
                 found.add(role)

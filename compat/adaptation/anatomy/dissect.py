@@ -815,7 +815,7 @@ class _Dissection:
         ordered = sorted(mlp, key=graph.order.__getitem__)
         second = self._second_out_projs(out_projs, ordered) if self.accepts_others else []
         if self.accepts_others and out_projs and not second:
-            second = self._in_attentions_branch(out_projs[-1], products, ordered, until)
+            second = self._in_attention_branch(out_projs[-1], products, ordered, until)
         rest = [n for n in ordered if n not in second]
         if len(rest) == 1 and index.sources(rest[0]) and index.sources(rest[0]) <= qkv:
             raise UnknownPart(
@@ -953,7 +953,7 @@ class _Dissection:
             found.append(node)
         return found
 
-    def _in_attentions_branch(
+    def _in_attention_branch(
         self, out_proj: Node, products: set[Node], following: list[Node], until: list[Node]
     ) -> list[Node]:
         """Return projections before the sum that ends attention's branch, if an MLP follows it."""
