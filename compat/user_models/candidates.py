@@ -72,7 +72,13 @@ class Code:
         near = re.findall(rf"{word}[\"'\])]*\s*(?:==|!=|(?:not\s+)?in\b)\s*(.*)", text)
         if texts := [each for line in near for each in re.findall(r"[\"']([\w-]+)[\"']", line)]:
             usual = [*(["learned"] if "pos" in name else []), *dict.fromkeys(texts)]
-            return [constant(value) for value in usual]
+            return [constant(value) for value in [*usual, "default"]]  # which no branch is for
+        if self.is_string(entry):  # a part of it may be compared
+            compared = re.findall(r"(\w+)\s*[=!]=\s*[\"']([\w-]+)[\"']", text)
+            names = {*map(last_part, self.names)}
+            texts = [each for other, each in compared if other not in names]
+            usual = sorted(dict.fromkeys(texts), key=lambda each: USUAL.search(each) is None)
+            return [constant(value) for value in [*usual, "default"]]
         if CLASSES.fullmatch(plain(name)):
             return [of_role("vocab_size")]
         if re.search("flash|sdpa|use_?(emb|pos)", name):
@@ -99,6 +105,10 @@ class Code:
         is_size = re.search("(size|dim|length|width|channels)$", plain(name))
         is_number = re.search(rf"{word}\s*(:\s*int\b|[*/%])|[*/%]\s*{word}", text)
         return others if is_size or is_number else [*switches, *others]
+
+    def is_string(self, entry: str) -> bool:
+        """Return whether the code annotates an entry as a string."""
+        return re.search(rf"\b{re.escape(last_part(entry))}\s*:\s*str\b", self._text) is not None
 
     def is_boolean(self, entry: str) -> bool:
         """Return whether the code annotates an entry as a boolean, or its name says so."""

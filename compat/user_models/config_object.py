@@ -90,6 +90,8 @@ def known_arguments(
     """
     numbers = {n for n, p in parameters.items() if type(p.default) is int or p.annotation in INT}
     known = _known_values(cls, names or parameters, config, numbers)
+    for name in _off_by_default(parameters):
+        known.pop(name, None)
     for name, parameter in parameters.items():
         is_number = type(parameter.default) is int and parameter.default >= config.vocab_size
         if is_number and neutral(name) == (True, NO_ID):
@@ -100,6 +102,21 @@ def known_arguments(
         and role_of(name, parameters) == "d_inner"
         and any(_WIDTH.search(factor) for factor in factors_of(cls, name))
     }  # fmt: skip
+
+
+def _off_by_default(parameters: Mapping[str, Parameter]) -> Iterator[str]:
+    """Yield sizes whose default is 0 beside others of the same role, as of further heads.
+
+    An example is `mtp_num_heads=0`, the number of heads that predict later tokens.
+    """
+    roles = {name: role_of(name, parameters) for name in parameters}
+    for name, parameter in parameters.items():
+        if type(parameter.default) is int and parameter.default == 0 and roles[name] in SIZES:
+            others = (
+                p.default for n, p in parameters.items() if n != name and roles[n] == roles[name]
+            )
+            if any(default != 0 for default in others):
+                yield name
 
 
 def _known_values(
@@ -121,9 +138,14 @@ def _known_values(
                 roles[name] = "activation_function" if strings & {*GELUS} else None
     values = {n: value_of(role, config) for n, role in roles.items() if role}
     text = modules_text(cls)
-    for name, role in roles.items():  # a ratio of a model's own if it is not given
-        if role == "ratio" and re.search(rf"\b{name} is (not )?None\b", text):
+    for name in (name for name, role in roles.items() if role in ("ratio", "cap")):
+        may_be_none = re.search(rf"\b{name} is (not )?None\b", text) is not None
+        if roles[name] == "ratio" and may_be_none:  # without it, the model has one of its own
             values[name] = None
+        elif (
+            roles[name] == "cap" and not may_be_none and re.search(rf"\b{name}\s*<=?\s*[0.]", text)
+        ):
+            del values[name]  # the code requires a positive number
     for name, role in roles.items():  # a kind of MLP: "gelu" and not the author's "swiglu"
         if role is None and _MLP_KIND.search(plain(name)):
             gelus = "|".join(GELUS)

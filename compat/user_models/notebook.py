@@ -442,8 +442,23 @@ def _statement(node: ast.stmt, filename: str, offset: int) -> Statement:
     binds = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
     if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
         binds = {"*"}
+    if _sets_globals(node):
+        binds.add("*")
     reads = {s.get_name() for s in symbols if s.is_referenced()}.union(*_inner_globals(table))
     return Statement(node, filename, offset, binds, set(_changed(node)), reads, _called(node))
+
+
+def _sets_globals(node: ast.stmt) -> bool:
+    """Return whether a statement assigns variables by name, as `globals().update(config)` does."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return False
+    for each in ast.walk(node):
+        match each:
+            case ast.Subscript(ast.Call(ast.Name(function)), ctx=ast.Store()) | ast.Attribute(
+                ast.Call(ast.Name(function)), "update"
+            ) if function in ("globals", "locals", "vars"):
+                return True
+    return False
 
 
 def _called(node: ast.stmt) -> set[str]:

@@ -53,6 +53,8 @@ _PATTERNS = {
     r"|parallel(block|residual))",
     "on": r"(is)?decoderonly|isdecoder|(return|output|compute)?logits"
     r"|(with|use|has|add|include)(lm|output)?head"
+    r"|(with|use|has|add|include|apply)((self)?att(entio)?n|ffn?|mlp|feedforward"
+    r"|(final|output)?(layer)?norm(s|ali[sz]ation)?|ln)"
     rf"|(with|use|has|add|include)(pos|positions?|positional)({_EMB}|encodings?)?",
     "cap": r"(attn|attention|final|output|score|logits?)*(soft)?cap(ping)?|softcap.*",
     "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|n|in(put)?|out(put)?)*(orconfig.*)?"
@@ -66,13 +68,14 @@ _PATTERNS = {
     # Each query has a key of its own.
     "one": r"(n|num)?(queries|queryheads|qheads|heads)per(key|kv|kvhead|keyhead|group)s?",
     # As many groups of queries as heads are not grouped.
-    "n_head": r".*heads.*|(n|num).*head|head(count|num|number)|nattn|nh"
+    "n_head": r".*heads.*|(n|num).*head(er)?|head(count|num|number)|nattn|nh"
     r"|(n|num)?(kv|query|keyvalue)groups?",
     "n_layer": r".*(layers|blocks|decoders|stacks)(total)?"
     r"|(n(?!orm)|num).*(layer|block|decoder|stack)|(n|num)trans(former)?s?|layer|(layer|block|decoder)s?n"
     r"|(decoder|transformer|attn|attention)?(layer|block|decoder)s?(count|num|number)"
     r"|(model|decoder|transformer|net|network)?depth|nl",
-    "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|block){_LENGTH}+"
+    "n_positions": rf".*(pos|positions?|ctx|context|seq|sequence|seg|segment|block){_LENGTH}+"
+    r"|(max)?rel(ative)?(pos(ition)?|dist(ance)?)(len(gth)?)?"
     rf"|(d|{_N})(pos|positions?|ctx|context|seq|block)|(max|num)pos(ition)?{_EMB}"
     rf"|pos(ition(al)?)?{_EMB}(len(gth)?|count|num(ber)?)"
     r"|.*(num)?max(abs(olute)?)?pos(itions?)?|n(dec|enc)seq"
@@ -108,6 +111,9 @@ _TRANSLATED = {
 _OF = ("de", "du", "da", "do")
 # Of global sizes, as in `G_N_EMBD` or `DEFAULT_DIM`.
 _PREFIX = re.compile(r"(?i)(g|global|default|gpt|cfg|my|lm|hp)_(?=\w{2})")
+# Of a switch, as in `use_blocks`, which is no number of blocks.
+_SWITCH = re.compile(r"(?i)(use|has|is|with|enable)_")
+_MISSPELLED = {"embeding": "embedding", "dimention": "dimension", "lenght": "length"}
 # Names such as `no_bias` and `disable_rope`, whose value is the opposite of the role's.
 _NEGATED = re.compile(r"(?:no|not|disabled?|without|skip|omit|remove)(.+)")
 _OPPOSITES = {"off": "on", "on": "off"} | dict.fromkeys(
@@ -150,7 +156,7 @@ _NEUTRAL: dict[str, Any] = dict.fromkeys(
     "lr": 1e-3, "weightdecay": 0.0, "verbose": False, "debug": False, "seed": 0, "usecache": False,
     "kvcache": False, "gradientcheckpointing": False, "outputattentions": False,
     "outputhiddenstates": False, "usereturndict": False, "betas": (0.9, 0.999),
-    "tokenizer": None, "tokeniser": None, "logger": None,
+    "memlen": 0, "memlength": 0, "tokenizer": None, "tokeniser": None, "logger": None,
     "dtype": torch.float32, "torchdtype": torch.float32, "paramdtype": torch.float32,
     "lorarank": 8, "lorar": 8, "loraalpha": 8, "theta": 10000.0, "torch": torch, "nn": torch.nn,
 }  # fmt: skip
@@ -191,7 +197,9 @@ _FIELDS = {field.name.replace("_", ""): field.name for field in fields(GPT2Confi
 @lru_cache(maxsize=4096)
 def plain(name: str) -> str:
     """Return a name as it is compared: `n_embd`, `nEmbd` and `N_EMBD` are equal."""
-    words = re.split(r"[_-]", name.lower())
+    for wrong, right in _MISSPELLED.items():
+        name = name.lower().replace(wrong, right)
+    words = re.split(r"[_-]", name)
     if len(words) > 1 and not _TRANSLATED.keys().isdisjoint(words):
         words = [english for word in words if (english := _TRANSLATED.get(word, word)) not in _OF]
         words.sort(key=lambda word: word == "size")  # `tamano_vocabulario` is a `vocab_size`
@@ -236,7 +244,8 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
             role = "n_positions" if "h" in letters else "n_head"
         longer = {role_of(other) for other in among if len(plain(other)) > 1}
         return None if role in longer else role
-    return _only_role(short)
+    only = _only_role(short)
+    return None if only in SIZES and _SWITCH.match(name) else only
 
 
 def size_role(name: str, among: Collection[str] = ()) -> str | None:

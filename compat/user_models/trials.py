@@ -335,7 +335,7 @@ class Search:
     def _choose_unknown(self, names: Sequence[str]) -> bool:
         """Choose values for unknown names, and return whether the model can be built with them."""
         code = Code(self.target)
-        missing = {name: 0 for name in names if not code.is_boolean(name)}
+        missing = {n: 0 for n in names if not code.is_boolean(n) and not code.is_string(n)}
         self._choose_by_use(missing, code.names)
         if self.chosen:
             names = self._distance({})[1]

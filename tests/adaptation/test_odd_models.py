@@ -1593,3 +1593,12 @@ def test_parallel_branches_of_one_projection_are_examined(cut: str, tiny: Path) 
     }  # fmt: skip
     assert "h.0.mlp.c_proj.weight" not in adaptation.unmatched
     assert "h.0.attn.c_attn.weight" in adaptation.unmatched
+
+
+def test_logits_of_flattened_tokens_that_are_changed_are_reported(tiny: Path) -> None:
+    class Capped(GPT):
+        def head(self, x: Tensor) -> Tensor:
+            logits = x.flatten(0, 1) @ self.wte.weight.T  # (B·T, V)
+            return (3.0 * torch.tanh(logits / 3.0)).view(*x.shape[:2], -1)
+
+    assert {f.code for f in adapt(Capped(), tiny).deviations} == {"changed_logits"}

@@ -530,6 +530,9 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
         (["vocab_size_in", "vocab_size_out"], ["vocab_size", "vocab_size"]),
         (["nb_trans", "word_embed_proj_dim"], ["n_layer", "n_embd"]),
         (["num_query_heads_per_key", "proj_forward"], ["one", "d_inner"]),
+        (["use_ff", "apply_final_norm", "use_blocks", "num_blocks"], ["on", "on", None, "n_layer"]),
+        (["embeding_dim", "num_header", "max_relative_dist"], ["n_embd", "n_head", "n_positions"]),
+        (["seg_len", "mem_len"], ["n_positions", None]),
     ],
 )
 def test_names_have_the_expected_roles(names: list[str], roles: list[str | None]) -> None:

@@ -544,6 +544,15 @@ def test_a_notebook_without_imports_has_the_usual_ones(tmp_path: Path) -> None:
     check_refused(f"{notebook(tmp_path, cell.replace('math', 'maths'))}:GPT", "'maths' is not")
 
 
+@pytest.mark.parametrize(
+    "setting", ["globals().update(sizes)", "for k, v in sizes.items():\n    locals()[k] = v"]
+)
+def test_a_notebook_may_assign_variables_by_name(tmp_path: Path, setting: str) -> None:
+    cells = ["sizes = {'width': 7}", setting, "class GPT(nn.Module):\n    size = width\n"]
+    assert vars(load_target(f"{notebook(tmp_path, *cells)}:GPT"))["size"] == 7
+    check_refused(f"{notebook(tmp_path, cells[0], cells[2])}:GPT", "'width' is not")
+
+
 def test_a_class_that_takes_a_number_of_classes_is_not_the_language_model(tmp_path: Path) -> None:
     other = "class Other(nn.Module):\n    def __init__(self, vocab_size, n_embd, num_classes):\n"
     other += "        self.attention, self.vocab = 1, 2\n"

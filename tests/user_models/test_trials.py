@@ -705,3 +705,44 @@ def test_a_module_that_is_imported_is_no_entry_of_a_config(tmp_path: Path) -> No
     )
     model, _ = built(tmp_path, source, "cfg.hidden_dim", "embedding_dim")
     assert model.cfg.hidden_dim == CONFIG.d_inner and model.cfg.embedding_dim == CONFIG.n_embd
+
+
+@pytest.mark.parametrize(
+    ("test", "value"),
+    [
+        ("cfg.flavor == 'fast' or cfg.flavor[0] == 'L'", "L"),  # a part of it is compared
+        ("cfg.flavor not in ('fast', 'sparse')", "default"),  # the code has no branch for it
+    ],
+)
+def test_a_string_with_which_the_code_runs_is_found(tmp_path: Path, test: str, value: str) -> None:
+    config = """
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    vocab_size: int
+    block_size: int
+    n_embd: int
+    n_layer: int
+    flavor: str
+"""
+    source = KNOWN.replace(LATE, f"assert cfg.flavor != 'fast' and ({test}); {LATE}")
+    source = source.replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
+    model, call = built(tmp_path, config + source)
+    assert model.cfg.flavor == value and f"cfg.flavor='{value}'" in call
+
+
+def test_further_heads_that_are_off_stay_off(tmp_path: Path) -> None:
+    source = KNOWN.replace("self, cfg)", "self, vocab_size, n_embd, n_head, n_layer, more_heads=0)")
+    source = source.replace("cfg.WIDTH", "n_embd").replace("cfg.block_size", "32")
+    source = source.replace("self.cfg, width = cfg,", "self.more, width = more_heads,")
+    model, _ = built(tmp_path, source.replace("cfg.", ""))
+    assert model.more == 0
+
+
+@pytest.mark.parametrize("condition", ["<= 0.0", "is not None and cfg.softcap <= 0.0"])
+def test_a_cap_of_the_logits_that_must_be_positive(tmp_path: Path, condition: str) -> None:
+    """GPT-2 has none. Code that compares it with 0 needs a number unless it tests for None."""
+    source = KNOWN.replace(LATE, f"assert not (cfg.softcap {condition}); {LATE}")
+    model, _ = built(tmp_path, f"{source}\nsettings = dict(softcap=30.0)\n")
+    assert model.cfg.softcap == (30.0 if condition == "<= 0.0" else None)

@@ -884,9 +884,10 @@ def _head_scale(anatomy: Anatomy) -> float:
     x = random_values(size(anatomy.xf))
     nodes = [anatomy.head, graph.output]
     (head, logits), (base, other) = (graph.run(nodes, {anatomy.xf: v}) for v in (x, 0 * x))
-    scale = float((logits - other).norm() / (head - base).norm())
-    same = torch.allclose(logits - other, scale * (head - base), rtol=1e-6, atol=1e-9)
-    return scale if same else 1.0
+    before, after = (head - base).flatten(), (logits - other).flatten()  # of ids (B, T) or (B·T)
+    scale = float(after.norm() / before.norm())
+    alike = before.shape == after.shape
+    return scale if alike and torch.allclose(after, scale * before, rtol=1e-6, atol=1e-9) else 1.0
 
 
 def drop_misfits(graph: Graph, found: Assignments, checkpoint: Checkpoint) -> Unmatched:
