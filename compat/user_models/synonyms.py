@@ -21,6 +21,8 @@ _EMB = r"(emb|embd|embeds?|embeddings?|embedded)"
 _MLP = r"((?<![oiu])(?<!coe)ff|ffn|ffwd?|mlp|mlpmid(dle)?|feedforward|inner|intermediate)"
 _LENGTH = r"(len|length|size|window)"
 _WITH = "(use|using|add|include|enable|has|have|with|is)"
+# The width of all heads, which is that of the stream, or the width of one head.
+_ATTENTION = rf"(att|attn|attention){_SIZE}|{_SIZE}(att|attn|attention)"
 # What has a bias in GPT-2; other models also have biases for positions and experts.
 _BIASED = (
     rf"({_MLP}|att|attn|attention|msa|mha|self|kv|[qkvocw]|qk|query|keys?|values?|in|out|output|proj"
@@ -91,7 +93,8 @@ _PATTERNS = {
     rf"|(model|residual|input|tok(en)?|feature|vec(tor)?|latent|chan(nel)?){_SIZE}"
     rf"|{_N}dims?|{_N}(channels|features)|n?width|nstate"
     rf"|(word)?{_EMB}proj(ection)?{_SIZE}"
-    rf"|ninp|emsize|normalizedshape|d(in|out)|(len|length|size)(of)?({_EMB}|model)",
+    rf"|ninp|emsize|normalizedshape|d(in|out)|(len|length|size)(of)?({_EMB}|model)"
+    rf"|{_ATTENTION}",
 }  # fmt: skip
 # Words of sizes in Spanish, Portuguese, French and German.
 _TRANSLATED = {
@@ -298,6 +301,8 @@ def meanings(name: str) -> tuple[str, ...]:
         return "n_layer", "n_positions", "n_embd"
     if _KEYS.fullmatch(plain(name)):
         return "d_head", "n_embd"
+    if re.fullmatch(_ATTENTION, plain(name)):
+        return "n_embd", "d_head"
     return ("n_embd", "d_inner", "d_head") if _WIDE.fullmatch(plain(name)) else ()
 
 

@@ -64,6 +64,8 @@ OTHER_MODELS = re.compile(
     "Classif|Pooled|Regress|Reward|Scalar|Critic|ValueHead|Discriminat|Fine_?[Tt]un|Similarity|Entail"
     "|Choice|Tagg|Question|Sentiment|Cls(?![a-z])"
 )
+# Names of an argument that is a model.
+MODEL = re.compile(r"(.*(model|gpt|transformer|decoder)|net(work)?|lm|llm|backbone|module)")
 INIT = "__init__"
 DOWNLOADS = re.compile(rb"\.from_pretrained\(|\bload_dataset\(|\b(hf_hub|snapshot)_download\(")
 
@@ -754,6 +756,14 @@ def _trains_or_extends(definition: ast.ClassDef) -> bool:
     return [is_passed_model, trains, "forward" not in names].count(True) >= 2
 
 
+def _only_calls(definition: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> bool:
+    """Return whether a class is passed a model and calls it, without parameters of its own."""
+    functions = (ast.unparse(n.func) for n in ast.walk(definition) if isinstance(n, ast.Call))
+    builds = any(f in classes or re.search(r"\bnn\.", f) for f in functions)
+    arguments = _constructor_arguments(definition)[1:]
+    return not builds and len(arguments) == 1 and MODEL.fullmatch(plain(arguments[0])) is not None
+
+
 def _unused(
     classes: dict[str, ast.ClassDef], body: Sequence[ast.stmt]
 ) -> tuple[list[str], dict[str, ast.ClassDef]]:
@@ -763,6 +773,7 @@ def _unused(
     """
     classes = {name: c for name, c in classes.items() if not OTHER_MODELS.search(name)} or classes
     classes = {name: c for name, c in classes.items() if not _trains_or_extends(c)} or classes
+    classes = {name: c for name, c in classes.items() if not _only_calls(c, classes)} or classes
     used = {n for name, c in classes.items() for n in _used_by(c, classes) if n != name}
     for function in _functions(body):
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]

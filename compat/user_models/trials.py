@@ -419,7 +419,7 @@ class Search:
         An example is `use_ndlinear=True`, the author's default, which selects other projections.
         """
         on = [name for name, value in self._with_entries(arguments).items() if value is True]
-        ours = (n for n in on if last_part(n).startswith("use_") and not neutral(last_part(n))[0])
+        ours = (n for n in on if last_part(n).startswith("use_") and _has_no_role(n))
         for name in sorted(ours, key=lambda name: "." in name):  # arguments before entries
             if distance := self._distance({})[0]:
                 self._choose([{name: constant(False)}], most=distance)

@@ -268,6 +268,25 @@ class Trainer(nn.Module):
     assert selected(tmp_path, GPT + adapters) == "GPT"
 
 
+@pytest.mark.parametrize(
+    ("more", "name"), [("", "GPT"), ("; self.head = nn.Linear(24, 97)", "ForLogits")]
+)
+def test_a_class_that_only_calls_a_model_is_not_selected(
+    tmp_path: Path, more: str, name: str
+) -> None:
+    wrapper = f"""
+
+class ForLogits(nn.Module):
+    def __init__(self, gpt_model: GPT):
+        super().__init__()
+        self.gpt = gpt_model{more}
+
+    def forward(self, ids):
+        return self.gpt(ids, targets=None)[0]
+"""
+    assert selected(tmp_path, GPT + wrapper) == name
+
+
 def test_calls_of_a_missing_library_in_another_file_are_ignored_while_it_is_loaded(
     tmp_path: Path,
 ) -> None:

@@ -746,3 +746,27 @@ def test_a_cap_of_the_logits_that_must_be_positive(tmp_path: Path, condition: st
     source = KNOWN.replace(LATE, f"assert not (cfg.softcap {condition}); {LATE}")
     model, _ = built(tmp_path, f"{source}\nsettings = dict(softcap=30.0)\n")
     assert model.cfg.softcap == (30.0 if condition == "<= 0.0" else None)
+
+
+def test_a_switch_that_gpt2_has_stays_on(tmp_path: Path) -> None:
+    """The MLP has more parameters than GPT-2's, so that without biases it would have fewer."""
+    config = """
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    vocab_size: int = 5
+    block_size: int = 5
+    n_embd: int = 6
+    n_layer: int = 1
+    use_bias: bool = True
+    use_more: bool = True
+
+"""
+    source = KNOWN.replace("nn.Linear(width, inner)", "nn.Linear(width, inner, bias=BIAS)")
+    source = source.replace("class Block", "BIAS = True\n\nclass Block")
+    source = source.replace(LATE, f"global BIAS; BIAS = cfg.use_bias; {LATE}")
+    source = source.replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
+    model, _ = built(tmp_path, config + source, "(5 if cfg.use_more else 4) * width")
+    assert model.cfg.use_bias and not model.cfg.use_more
+    assert model.blocks[0].mlp[0].bias is not None

@@ -751,10 +751,9 @@ def other_attention(layer: LayerAttention) -> Deviation | None:
     if layer.op.others:
         scores = [*layer.op.others, *([layer.op.scores] if layer.op.scores else [])]
         lines += map(layer.graph.place, scores)
-        found = (
-            f"are computed from {1 + len(layer.op.others)} products of queries and keys, as in "
-            "differential attention"
-        )
+        found = f"are computed from {1 + len(layer.op.others)} products of queries and keys, "
+        summed = len(layer.live(SOFTMAXES)) == 1
+        found += "which are added before the softmax" if summed else "as in differential attention"
     elif layer.first_nan is not None:
         return None
     elif layer.is_transposed:

@@ -226,8 +226,8 @@ def head_width(context: DiagnosisContext) -> Iterator[Deviation]:
 
 def _head_width(context: DiagnosisContext) -> int | None:
     """Return the size of q's or v's heads; None if they are GPT-2's or together as wide as C."""
-    if context.n_head is None:
-        return None
+    if context.n_head is None or any(op.others for op in context.anatomy.layers[0].attention_ops):
+        return None  # several products of queries and keys read parts of the heads
     width, attention = context.anatomy.width, context.mapping.attentions[0]
     usual = (width / context.n_head, width / context.config.n_head)
     sizes = (view.index.shape[3] for view in (attention.q, attention.v))
