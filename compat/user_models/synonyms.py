@@ -67,8 +67,9 @@ _PATTERNS = {
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",
     "d_head": rf".*head({_SIZE}|channels|n?emb(e?d)?)|{_SIZE}(q|k|qk|v)?(per)?head"
     r"|d(im)?(k|v|q|qk|qkv|key|value)|n(key|query|value)s?|(query)?(key|query|val(ue)?)s?(dim|size)|querypreattn(scalar|norm)",
-    # Each query has a key of its own.
-    "one": r"(n|num)?(queries|queryheads|qheads|heads)per(key|kv|kvhead|keyhead|group)s?",
+    # Each query has a key of its own, and the MLP has one hidden layer.
+    "one": r"(n|num)?(queries|queryheads|qheads|heads)per(key|kv|kvhead|keyhead|group)s?"
+    r"|(n|num)?(mlp|ffn?|feedforward)(hidden)?layers",
     # As many groups of queries as heads are not grouped.
     "n_head": r".*heads.*|(n|num).*head(er)?|head(count|num|number)|nattn|nh"
     r"|(n|num)?(kv|query|keyvalue)groups?",

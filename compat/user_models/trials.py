@@ -98,7 +98,7 @@ ALWAYS = {"vocab_size", "n_embd", "n_layer"}  # sizes of every model
 # Names of numbers that GPT-2 does not have, such as that of experts and the rank of an adapter.
 NO_SIZE = re.compile(
     "expert|rank|lora|kernel|conv|group|kv|key|value|topk|multiple|divisor|buffer|state|memory"
-    "|codebook|class|label"
+    "|codebook|class|label|pad|bucket|gram"
 )
 POSITIONS = re.compile("rope|rotary|alibi|sinus")
 OWN_CONFIGS = (dict, ReadableDict, SimpleNamespace)  # configs that compat makes
@@ -136,7 +136,7 @@ class Search:
         try:
             arguments = self._arguments_in(self.small)
             self._choose_meanings(self._ambiguous(arguments))
-            sizes = self._sizes(arguments)
+            sizes = self._without_zeros(self._sizes(arguments))
             self._choose_by_use([*sizes, *self._unset_entries(arguments)], sizes)
             self._choose_roles(sizes)
             self._explain_shapes(sizes)
@@ -205,6 +205,15 @@ class Search:
         }  # fmt: skip
         entries = self._with_entries(values)
         return {n: v for n, v in entries.items() if type(v) is int and n not in undeclared}
+
+    def _without_zeros(self, sizes: dict[str, int]) -> dict[str, int]:
+        """Return the sizes without those of parts that are off, if the model runs so.
+
+        An example is `hash_size=0`, the rows of a table that the model does not have then.
+        """
+        nonzero = {name: value for name, value in sizes.items() if value}
+        distance = self._distance({})[0] if len(nonzero) < len(sizes) else None
+        return sizes if distance is None or distance >= UNCALLABLE else nonzero
 
     # Ambiguous names.
 

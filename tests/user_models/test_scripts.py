@@ -534,6 +534,7 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
         (["embeding_dim", "num_header", "max_relative_dist"], ["n_embd", "n_head", "n_positions"]),
         (["seg_len", "mem_len"], ["n_positions", None]),
         (["attention_dim", "dim_attn", "attention"], ["n_embd", "n_embd", None]),
+        (["mlp_hidden_layers", "num_ffn_layers", "hidden_layers"], ["one", "one", "n_layer"]),
     ],
 )
 def test_names_have_the_expected_roles(names: list[str], roles: list[str | None]) -> None:

@@ -770,3 +770,16 @@ class Config:
     model, _ = built(tmp_path, config + source, "(5 if cfg.use_more else 4) * width")
     assert model.cfg.use_bias and not model.cfg.use_more
     assert model.blocks[0].mlp[0].bias is not None
+
+
+def test_the_size_of_a_part_that_is_off_stays_zero(tmp_path: Path) -> None:
+    """With the part, the model would have as many parameters as GPT-2."""
+    source = KNOWN.replace("self, cfg)", "self, vocab_size, n_embd, n_layer, extra_rows=0)")
+    source = source.replace("cfg.WIDTH", "n_embd").replace(
+        "nn.Embedding(cfg.block_size, width)", "nn.Embedding(extra_rows, width)"
+    )
+    source = source.replace("self.cfg, width = cfg,", "self.rows, width = extra_rows,")
+    model, _ = built(tmp_path, source.replace("cfg.", ""))
+    assert model.rows == 0
+    model, _ = built(tmp_path, source.replace("cfg.", "").replace("=0)", "=9)"))
+    assert model.rows == CONFIG.n_positions
