@@ -85,8 +85,9 @@ def _other_inputs(
         yield each, plain
     mismatches = re.findall(r"size of tensor \w \((\d+)\)|\bsize (\d+)\b", str(error))
     lengths = dict.fromkeys(int(number) for pair in mismatches for number in pair if number)
-    for length in lengths:
-        if 0 < length < config.n_positions and length not in _sizes(config):
+    # A length that another axis has, such as 2 · n_head, comes last.
+    for length in sorted(lengths, key=_sizes(config).__contains__):
+        if 3 < length < config.n_positions:
             yield random_ids(checkpoint, 0, 2, length), plain
     B, T = ids.shape
     # Such a model may compute the loss itself, and return it without the logits.

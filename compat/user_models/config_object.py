@@ -557,7 +557,7 @@ def _accepts(parameter: Parameter, value: Any) -> bool:
         return default is parameter.empty or (value == "cpu" and isinstance(default, str))
     if isinstance(value, bool) or isinstance(default, bool):
         return type(value) is type(default)
-    if isinstance(value, float) and 0 < value < 1 and type(default) is int and default > 1:
+    if isinstance(value, float) and 0 <= value < 1 and type(default) is int and default > 1:
         return False  # a probability, for a letter that means another number
     return isinstance(default, (int, float))
 

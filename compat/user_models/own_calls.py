@@ -304,10 +304,28 @@ def constants_named(target: Callable[..., Any], name: str) -> list[Any]:
     found: list[Any] = []
     for value in chain.from_iterable(_values_of(tree, name) for tree in trees):
         with contextlib.suppress(ValueError, TypeError):  # no constant
-            constant = ast.literal_eval(value)
+            constant = _literal(value)
             if (type(constant), constant) not in [(type(each), each) for each in found]:
                 found.append(constant)
     return found
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return a literal's value, or that of `float(os.environ.get("CAP", 30.0))` by default.
+
+    Raises:
+        ValueError: the expression is neither.
+    """
+    match node:
+        case ast.Call(ast.Name("int"), [inner]):
+            return int(_literal(inner))
+        case ast.Call(ast.Name("float"), [inner]):
+            return float(_literal(inner))
+        case ast.Call(function, [_, default]) if re.search(
+            r"env(iron\.get)?$", ast.unparse(function)
+        ):
+            return ast.literal_eval(default)
+    return ast.literal_eval(node)
 
 
 def _values_of(tree: ast.Module, name: str) -> Iterator[ast.expr]:

@@ -61,7 +61,7 @@ _PATTERNS = {
     "cap": r"(attn|attention|final|output|score|logits?)*(soft)?cap(ping)?|softcap.*",
     "vocab_size": rf".*vocab(ulary)?({_SIZE}|len|n|in(put)?|out(put)?)*(orconfig.*)?"
     rf"|(n|num)?tokens|(n|num)token|tokencount|dict(ionary)?size|{_N}words|output{_SIZE}|voc(size|len)"
-    r"|(alphabet|charset|lexicon)size|(n|num)(unique)?(chars|characters|symbols)"
+    r"|max(imum)?token(value|id|index)|(alphabet|charset|lexicon)size|(n|num)(unique)?(chars|characters|symbols)"
     r"|(n|num)?unique(tokens|words)",
     "ratio": r"(mlp|ffn?|ffdim|hidden|dim|inner|forward|widening)(ratio|mult(iplier)?|factor)"
     r"|(mlp|ffn?)(hidden|dim|inner)?mult(iplier)?|(mlp|ffn?|forward)?expansion(factor)?|multiplier",

@@ -140,6 +140,7 @@ class Search:
             self._choose_by_use([*sizes, *self._unset_entries(arguments)], sizes)
             self._choose_roles(sizes)
             self._explain_shapes(sizes)
+            self._choose_vocabulary(sizes)
             self._keep_switches_needed()
             self._turn_off_switches(arguments)
             if any(isinstance(v, OWN_CONFIGS) or attributes(v) for v in arguments.values()):
@@ -303,6 +304,16 @@ class Search:
             name, role = min(fits, key=fits.__getitem__)
             self.chosen[name] = of_role(role)
             known.add(role)
+
+    def _choose_vocabulary(self, sizes: Mapping[str, int]) -> None:
+        """Choose the vocabulary for the size that is the number of logits, if they are fewer.
+
+        An example is `p` of a model that adds numbers modulo p, which has ids for signs as well.
+        """
+        names = [n for n in sizes if n not in self.chosen and role_of(last_part(n)) not in SIZES]
+        distance = self._distance({})[0] if names else 0.0
+        if distance is not None and distance >= UNCALLABLE:
+            self._choose(({name: of_role("vocab_size")} for name in names), most=UNCALLABLE)
 
     def _choose_by_use(self, names: Iterable[str], others: Iterable[str]) -> None:
         """Choose the roles that the code gives to names that have none.

@@ -1602,3 +1602,33 @@ def test_logits_of_flattened_tokens_that_are_changed_are_reported(tiny: Path) ->
             return (3.0 * torch.tanh(logits / 3.0)).view(*x.shape[:2], -1)
 
     assert {f.code for f in adapt(Capped(), tiny).deviations} == {"changed_logits"}
+
+
+def test_a_length_that_another_axis_has_may_be_the_only_one(tiny: Path) -> None:
+    """The mask is for 8 tokens, and 8 is twice the number of heads."""
+
+    class Masked(Block):
+        def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            B, T, C = q.shape
+            q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+            scores = (q @ k.mT / 6**0.5).masked_fill(torch.ones(8, 8).tril() == 0, -torch.inf)
+            return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C))
+
+    model = GPT()
+    model.blocks = nn.ModuleList(Masked(24, 4, 96) for _ in range(3))
+    adaptation = adapt(model, tiny)
+    assert [f.code for f in adaptation.findings if f.severity != "info"] == ["fixed_length"]
+
+
+def test_heads_that_are_merged_with_a_wrong_transpose_are_reported(tiny: Path) -> None:
+    class Merged(Block):
+        def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            B, T, C = q.shape
+            q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+            return self.proj(y.transpose(2, 3).reshape(B, T, C))
+
+    model = GPT()
+    model.blocks = nn.ModuleList(Merged(24, 4, 96) for _ in range(3))
+    [found] = adapt(model, tiny).deviations
+    assert found.code == "no_head_merge_transpose" and "confirmed" in found.evidence

@@ -533,6 +533,10 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
         (["use_ff", "apply_final_norm", "use_blocks", "num_blocks"], ["on", "on", None, "n_layer"]),
         (["embeding_dim", "num_header", "max_relative_dist"], ["n_embd", "n_head", "n_positions"]),
         (["seg_len", "mem_len"], ["n_positions", None]),
+        (
+            ["max_token_value", "max_token_index", "max_tokens"],
+            ["vocab_size"] * 2 + ["n_positions"],
+        ),
         (["attention_dim", "dim_attn", "attention"], ["n_embd", "n_embd", None]),
         (["mlp_hidden_layers", "num_ffn_layers", "hidden_layers"], ["one", "one", "n_layer"]),
     ],

@@ -480,7 +480,12 @@ class Config:
 
 @pytest.mark.parametrize(
     "elsewhere",
-    ["DEFAULTS = {'quick': 'fast'}", "class Other:\n    quick: str = 'fast'", "quick = 'fast'"],
+    [
+        "DEFAULTS = {'quick': 'fast'}",
+        "class Other:\n    quick: str = 'fast'",
+        "quick = 'fast'",
+        "import os\nquick = os.environ.get('QUICK', 'fast')",
+    ],
 )
 def test_an_unknown_entry_has_the_value_that_the_users_code_gives_its_name(
     tmp_path: Path, elsewhere: str
@@ -744,7 +749,8 @@ def test_further_heads_that_are_off_stay_off(tmp_path: Path) -> None:
 def test_a_cap_of_the_logits_that_must_be_positive(tmp_path: Path, condition: str) -> None:
     """GPT-2 has none. Code that compares it with 0 needs a number unless it tests for None."""
     source = KNOWN.replace(LATE, f"assert not (cfg.softcap {condition}); {LATE}")
-    model, _ = built(tmp_path, f"{source}\nsettings = dict(softcap=30.0)\n")
+    setting = "import os; softcap = float(os.environ.get('CAP', '30'))"
+    model, _ = built(tmp_path, f"{source}\n{setting}\n")
     assert model.cfg.softcap == (30.0 if condition == "<= 0.0" else None)
 
 
@@ -783,3 +789,23 @@ def test_the_size_of_a_part_that_is_off_stays_zero(tmp_path: Path) -> None:
     assert model.rows == 0
     model, _ = built(tmp_path, source.replace("cfg.", "").replace("=0)", "=9)"))
     assert model.rows == CONFIG.n_positions
+
+
+def test_a_number_of_logits_is_the_vocabulary(tmp_path: Path) -> None:
+    """The author's model adds numbers modulo p, and has an id for the sign as well."""
+    config = """
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    p: int = 7
+    vocab_size: int = 8
+    block_size: int = 5
+    n_embd: int = 6
+    n_layer: int = 1
+
+"""
+    source = KNOWN.replace("nn.Linear(width, cfg.vocab_size", "nn.Linear(width, cfg.p")
+    source = source.replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
+    model, call = built(tmp_path, config + source)
+    assert model.cfg.p == CONFIG.vocab_size and f"cfg.p={CONFIG.vocab_size}" in call

@@ -574,7 +574,12 @@ def no_head_merge_transpose(layer: LayerAttention) -> Deviation | None:
     end = layer.layer.out_proj or layer.layer.attn
     merging = layer.graph.live_between([end], [layer.op.out.node])
     place = source.running(layer.graph, merging, *VIEWS) or layer.scores_line
-    return layer.deviation(place, changes=Changes(unmerged_heads={layer.i}), tap="attn")
+    start, view = merged(layer.attention.heads), token_view(layer.graph, layer.layer.heads)
+    assert view is not None  # found as one vector per token when the projection was mapped
+    merge = function_between(layer.graph, start, view)
+    return layer.deviation(
+        place, changes=Changes(functions={f"h.{layer.i}.heads": [merge]}), tap="attn"
+    )
 
 
 @detects("extra_operation")

@@ -49,7 +49,6 @@ class Changes:
         operands: functions of q, k and v that attention is applied to, by layer.
         unnormed: which of q, k and v are projected from the input of ln_1, by layer.
         value_as_key: layers that use the value as the key.
-        unmerged_heads: layers that merge the heads without transposing them back.
         no_mlp: layers without an MLP.
         parallel: layers whose MLP reads the input of the block.
         no_residual: taps `resid_mid` and `out` without a residual connection.
@@ -78,7 +77,6 @@ class Changes:
     operands: dict[int, Callable[..., list[Tensor]]] = field(default_factory=dict)
     unnormed: dict[int, str] = field(default_factory=dict)
     value_as_key: set[int] = field(default_factory=set)
-    unmerged_heads: set[int] = field(default_factory=set)
     no_mlp: set[int] = field(default_factory=set)
     parallel: set[int] = field(default_factory=set)
     no_residual: set[str] = field(default_factory=set)
@@ -240,8 +238,6 @@ class ModifiedReference:
             heads = formula(q, k, v)
         context: Tensor
         context = taps[f"h.{i}.heads"] = heads.transpose(1, 2).reshape(B, T, C)
-        if i in self.changes.unmerged_heads:
-            context = heads.reshape(B, T, C)
         context = self._after(f"h.{i}.heads", context)
         if f"{name}.c_proj.weight" in self.weights:
             context = self._linear(f"{name}.c_proj", context)
