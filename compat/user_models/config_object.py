@@ -132,6 +132,9 @@ def _known_values(
     for name, role in roles.items():
         if role == "d_inner" and "n_embd" in meanings(name) and is_width(cls, name):
             roles[name] = "n_embd"
+        if role == "n_embd" and "d_head" in meanings(name):  # `attention_dim * n_heads`
+            of_heads = any(role_of(factor) == "n_head" for factor in factors_of(cls, name))
+            roles[name] = "d_head" if of_heads else role
     if any(role in SIZES for role in roles.values()):
         for name, strings in compared_strings(cls).items():
             if roles.get(name) in SIZES:

@@ -22,7 +22,7 @@ _MLP = r"((?<![oiu])(?<!coe)ff|ffn|ffwd?|mlp|mlpmid(dle)?|feedforward|inner|inte
 _LENGTH = r"(len|length|size|window)"
 _WITH = "(use|using|add|include|enable|has|have|with|is)"
 # The width of all heads, which is that of the stream, or the width of one head.
-_ATTENTION = rf"(att|attn|attention){_SIZE}|{_SIZE}(att|attn|attention)"
+_ATTENTION = rf"(att|attn|attention)(inner|hidden)?{_SIZE}|{_SIZE}(att|attn|attention)"
 # What has a bias in GPT-2; other models also have biases for positions and experts.
 _BIASED = (
     rf"({_MLP}|att|attn|attention|msa|mha|self|kv|[qkvocw]|qk|query|keys?|values?|in|out|output|proj"
@@ -86,8 +86,8 @@ _PATTERNS = {
     r"|length|maxtokens|maxsequence|bptt|window(size|len(gth)?)?|(text|token|input)?chunk(size|len(gth)?)|timesteps|nstep|maxt|tmax"
     r"|(pos|positions?|ctx|context|seq|sequence)capacity"
     r"|(len|length|size)(of)?(pos|positions?|ctx|context|seq|sequence)",
-    "d_inner": rf"(?!chunk).*{_MLP}({_EMB}?{_SIZE}|(num)?h(id(dens?)?)?{_SIZE}?)?|nhid"
-    r"|proj(ection)?forward"
+    "d_inner": rf"(?!chunk|{_ATTENTION}$).*{_MLP}({_EMB}?{_SIZE}|(num)?h(id(dens?)?)?{_SIZE}?)?"
+    r"|nhid|proj(ection)?forward"
     rf"|(pf|fc|ffnn|feedfwd|fwd|forward|filter|mid(dle)?|expert){_SIZE}"
     rf"|(d|dim)(pf|fc|ffnn|mid|expert|inter|internal)|(moe)?inter(nal)?{_SIZE}",
     "n_embd": rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"

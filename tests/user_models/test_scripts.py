@@ -538,6 +538,7 @@ def test_the_role_of_an_ambiguous_name_depends_on_other_names(
             ["vocab_size"] * 2 + ["n_positions"],
         ),
         (["attention_dim", "dim_attn", "attention"], ["n_embd", "n_embd", None]),
+        (["attention_inner_dim", "inner_dim"], ["n_embd", "d_inner"]),
         (["mlp_hidden_layers", "num_ffn_layers", "hidden_layers"], ["one", "one", "n_layer"]),
     ],
 )

@@ -512,6 +512,7 @@ class Config:
     n_layer: int = 1
     hidden_dim: Optional[int] = None
     gradient_checkpointing: bool = True
+    sparse_heads: bool = True
     padding_idx: int = 50_257
 """
 LATE = "self.cfg, width"  # the first statement of a constructor in `KNOWN`
@@ -523,6 +524,7 @@ LATE = "self.cfg, width"  # the first statement of a constructor in `KNOWN`
         ("assert cfg.n_kv_heads < cfg.n_head", "n_kv_heads", 2),
         ("assert cfg.hidden_dim is None", "hidden_dim", None),
         ("assert not cfg.gradient_checkpointing", "gradient_checkpointing", False),
+        ("assert not cfg.sparse_heads", "sparse_heads", False),
         ("nn.Embedding(cfg.vocab_size, 1, padding_idx=cfg.padding_idx)", "padding_idx", -1),
     ],
 )
@@ -809,3 +811,31 @@ class Config:
     source = source.replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
     model, call = built(tmp_path, config + source)
     assert model.cfg.p == CONFIG.vocab_size and f"cfg.p={CONFIG.vocab_size}" in call
+
+
+def test_an_attention_width_that_the_code_multiplies_by_the_heads_is_that_of_one_head(
+    tmp_path: Path,
+) -> None:
+    config = """
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    vocab_size: int = 5
+    block_size: int = 5
+    n_embd: int = 6
+    n_head: int = 3
+    n_layer: int = 1
+    attention_inner_dim: int = 64
+
+"""
+    source = KNOWN.replace("(self, width, inner)", "(self, width, inner, wide)")
+    source = source.replace(
+        "3 * width), nn.Linear(width, width)", "3 * wide), nn.Linear(wide, width)"
+    )
+    source = source.replace("INNER)", "INNER, cfg.attention_inner_dim * cfg.n_head)")
+    source = source.replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
+    model, _ = built(tmp_path, config + source)
+    assert model.cfg.attention_inner_dim == CONFIG.d_head
+    model, _ = built(tmp_path, config + source.replace(" * cfg.n_head)", ")"))
+    assert model.cfg.attention_inner_dim == CONFIG.n_embd
