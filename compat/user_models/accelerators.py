@@ -22,7 +22,7 @@ _DEVICE = re.compile(r"(cuda|mps|xpu)(:\d+)?")
 # What torch says where a device is used that this machine does not have.
 _MISSING = re.compile(
     r"compiled with (CUDA|XPU) enabled|NVIDIA driver|support for mps|MPS backend|'_cuda_\w+'"
-    r"|arguments from the '(CUDA|MPS|XPU)' backend"
+    r"|arguments from the '(CUDA|MPS|XPU)' backend|Cannot access accelerator device"
 )
 # What code raises that torchrun has to start, such as `dist.get_world_size()`.
 _NO_GROUP = re.compile(

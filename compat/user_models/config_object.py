@@ -238,6 +238,10 @@ class ConfigMaker:
     def _form(self) -> type:
         """Return the class of a config that is read as the user's code reads it."""
         usage, name = self.usage, self.parameter.name
+        bases = [f"{base.__module__}.{base.__name__}" for base in getattr(self.cls, "__mro__", ())]
+        if "transformers.modeling_utils.PreTrainedModel" in bases:  # which accepts no other config
+            form: type = sys.modules["transformers"].PretrainedConfig
+            return form
         if usage.items and not any(role_of(each) in SIZES for each in usage.attributes):
             return dict
         if usage.items or not usage.attributes or self._exports():
@@ -582,7 +586,13 @@ def merged(base: Any, entries: Any) -> Any:
     old = base if isinstance(base, Mapping) else vars(base)
     new = {n: merged(old[n], value) if n in old else value for n, value in entries.items()}
     if dataclasses.is_dataclass(base) and not isinstance(base, type):
-        return dataclasses.replace(base, **new)
+        declared = {field.name for field in dataclasses.fields(base)}
+        changed = dataclasses.replace(base, **{n: v for n, v in new.items() if n in declared})
+        more = {name: value for name, value in old.items() if not hasattr(changed, name)}
+        for name, value in {**more, **new}.items():
+            if name not in declared:  # as in a config of transformers
+                set_attribute(changed, name, value)
+        return changed
     changed = copy.copy(base)
     if isinstance(changed, dict):
         changed.update(new)

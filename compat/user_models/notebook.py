@@ -36,9 +36,11 @@ USUAL_IMPORTS = {
 }  # fmt: skip
 # A cell that writes a module, which other cells import; its code is read as that of a cell.
 WRITES_MODULE = re.compile(r"\s*%%(?:writefile|file)\b.*?(\w+)\.py[ \t]*$", re.MULTILINE)
-# %matplotlib inline, !pip install, ?help; files = !ls; help? - with lines continued by a backslash.
+# %matplotlib inline, !pip install, ?help, pip install; files = !ls; help? - with lines continued by
+# a backslash.
 MAGIC = re.compile(
-    r"""^([ \t]*)(?:%\w|!(?!=)|\?|[\w ,.]+=[ ]*[%!]|[^#'"\n]*\?[ \t]*$)(?:.*\\\n)*.*""",
+    r"""^([ \t]*)(?:%\w|!(?!=)|\?|(?:pip|conda)\d?[ ]+install\b|[\w ,.]+=[ ]*[%!]"""
+    r"""|[^#'"\n]*\?[ \t]*$)(?:.*\\\n)*.*""",
     re.MULTILINE,
 )
 # An f-string that begins, and the rest of its line.

@@ -274,6 +274,20 @@ def test_logits_are_requested_from_the_model() -> None:
     assert torch.equal(find_signature(model, IDS)(model, IDS), model.table(IDS))
 
 
+class FailingLoss(Plain):
+    """A model whose targets are required, and whose loss cannot be computed."""
+
+    def forward(self, ids: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if targets is not None:
+            raise NameError("name 'batch_size' is not defined")
+        return self.table(ids), None
+
+
+def test_required_targets_may_be_none() -> None:
+    model = FailingLoss()
+    assert torch.equal(find_signature(model, IDS)(model, IDS), model.table(IDS))
+
+
 class Raising(Plain):
     def forward(self, ids: Tensor) -> Tensor:
         raise ValueError("the moon is in the wrong place")

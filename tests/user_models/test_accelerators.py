@@ -23,6 +23,7 @@ USES: dict[str, Callable[[], Tensor]] = {
     "to": lambda: torch.ones(3).to("cuda"),
     "to a device": lambda: torch.ones(3).to(torch.device("cuda", 0), torch.float32),
     "cuda": lambda: torch.ones(3).cuda(),
+    "cuda of a number": lambda: torch.ones(3).cuda(0),
     "a factory": lambda: torch.arange(3, device="cuda:0"),
     "the current device": lambda: torch.arange(3, device=torch.cuda.current_device()),
     "after other calls": lambda: [torch.cuda.set_device(0), torch.ones(3)][1],  # type: ignore[func-returns-value]

@@ -1358,6 +1358,27 @@ class GPT(PreTrainedModel):
     assert type(model)._tied_weights_keys == ["head.weight"]
 
 
+def test_a_model_of_transformers_without_a_config_class_gets_a_general_config(
+    tmp_path: Path,
+) -> None:
+    """What its config class would declare is an attribute, also if the value was tried."""
+    source = """
+from transformers import PreTrainedModel
+
+class GPT(PreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.heads = nn.ModuleList(nn.Identity() for _ in range(config.n_head // config.sharing))
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    model = build(tmp_path, source)
+    assert model.wte.weight.shape == (CONFIG.vocab_size, CONFIG.n_embd)
+    assert model.config.n_head == CONFIG.n_head and model.config.sharing
+
+
 def test_a_training_loop_with_the_name_train_is_supported(tmp_path: Path) -> None:
     source = """
 class GPT(Core):

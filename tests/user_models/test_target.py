@@ -1069,6 +1069,7 @@ def values(tmp_path: Path, cells: list[str]) -> object:
          None),
         (["try:\n    import no_such_package\nexcept ImportError:\n    a = 9", "GPT: a"], 9),
         (["if True:\n    %pip install x\n    a = 4", "GPT: a"], 4),
+        (["pip install -U x\nconda install y\na = 4", "GPT: a"], 4),
         (["files = !ls\na = (7\n% 4)\n!pip install \\\n  torch", "GPT: a"], 3),
         (["from os.path import *", "GPT: basename('a/b')"], "b"),
         (["import os.path, sys\nimport os.path as p", "import os", "GPT: os.path.basename('/b')"],

@@ -358,7 +358,7 @@ VALUES: tuple[tuple[str, tuple[Value, ...]], ...] = (
 def _values(name: str) -> tuple[Value, ...]:
     """Return the values to try for an argument of this name, the most likely first."""
     if name in TARGETS:
-        return (_ids,)
+        return _ids, _always(None)
     is_neutral, value = neutral(name)
     if is_neutral and "pad" in name:  # a padding id that no token has
         return (_always(value),)
