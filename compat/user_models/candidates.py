@@ -32,6 +32,10 @@ USUAL = re.compile(
 )
 
 
+# How authors name what GPT-2 has.
+OURS = re.compile(r"^(layer_?norm|ln|learned|absolute|gelu(_new)?|mha|multi_?head)", re.IGNORECASE)
+
+
 class Code:
     """What the user's code says about the arguments of a class.
 
@@ -72,6 +76,7 @@ class Code:
         near = re.findall(rf"{word}[\"'\])]*\s*(?:==|!=|(?:not\s+)?in\b)\s*(.*)", text)
         if texts := [each for line in near for each in re.findall(r"[\"']([\w-]+)[\"']", line)]:
             usual = [*(["learned"] if "pos" in name else []), *dict.fromkeys(texts)]
+            usual.sort(key=lambda each: OURS.search(each) is None)
             return [constant(value) for value in [*usual, "default"]]  # which no branch is for
         if self.is_string(entry):  # a part of it may be compared
             compared = re.findall(r"(\w+)\s*[=!]=\s*[\"']([\w-]+)[\"']", text)

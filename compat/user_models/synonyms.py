@@ -86,7 +86,7 @@ _PATTERNS = {
     r"|length|maxtokens|maxsequence|bptt|window(size|len(gth)?)?|(text|token|input)?chunk(size|len(gth)?)|timesteps|nstep|maxt|tmax"
     r"|(pos|positions?|ctx|context|seq|sequence)capacity"
     r"|(len|length|size)(of)?(pos|positions?|ctx|context|seq|sequence)",
-    "d_inner": rf"(?!chunk|{_ATTENTION}$).*{_MLP}({_EMB}?{_SIZE}|(num)?h(id(dens?)?)?{_SIZE}?)?"
+    "d_inner": rf"(?!chunk|({_ATTENTION})$).*{_MLP}({_EMB}?{_SIZE}|(num)?h(id(dens?)?)?{_SIZE}?)?"
     r"|nhid|proj(ection)?forward"
     rf"|(pf|fc|ffnn|feedfwd|fwd|forward|filter|mid(dle)?|expert){_SIZE}"
     rf"|(d|dim)(pf|fc|ffnn|mid|expert|inter|internal)|(moe)?inter(nal)?{_SIZE}",

@@ -739,6 +739,12 @@ class Config:
     assert model.cfg.flavor == value and f"cfg.flavor='{value}'" in call
 
 
+def test_of_several_kinds_that_of_gpt2_is_chosen(tmp_path: Path) -> None:
+    test = "assert cfg.norm_kind == 'rms' or cfg.norm_kind == 'layer_norm'"
+    model, call = built(tmp_path, KNOWN.replace(LATE, f"{test}; {LATE}"))
+    assert model.cfg.norm_kind == "layer_norm" and "norm_kind='layer_norm'" in call
+
+
 def test_further_heads_that_are_off_stay_off(tmp_path: Path) -> None:
     source = KNOWN.replace("self, cfg)", "self, vocab_size, n_embd, n_head, n_layer, more_heads=0)")
     source = source.replace("cfg.WIDTH", "n_embd").replace("cfg.block_size", "32")
