@@ -77,7 +77,8 @@ class Code:
         if texts := [each for line in near for each in re.findall(r"[\"']([\w-]+)[\"']", line)]:
             usual = [*(["learned"] if "pos" in name else []), *dict.fromkeys(texts)]
             usual.sort(key=lambda each: OURS.search(each) is None)
-            return [constant(value) for value in [*usual, "default"]]  # which no branch is for
+            usual.append("default")  # no branch is for it
+            return [constant(value) for value in usual]
         if self.is_string(entry):  # a part of it may be compared
             compared = re.findall(r"(\w+)\s*[=!]=\s*[\"']([\w-]+)[\"']", text)
             names = {*map(last_part, self.names)}

@@ -143,12 +143,11 @@ def _known_values(
     text = modules_text(cls)
     for name in (name for name, role in roles.items() if role in ("ratio", "cap")):
         may_be_none = re.search(rf"\b{name} is (not )?None\b", text) is not None
+        must_be_positive = re.search(rf"\b{name}\s*<=?\s*[0.]", text) is not None
         if roles[name] == "ratio" and may_be_none:  # without it, the model has one of its own
             values[name] = None
-        elif (
-            roles[name] == "cap" and not may_be_none and re.search(rf"\b{name}\s*<=?\s*[0.]", text)
-        ):
-            del values[name]  # the code requires a positive number
+        elif roles[name] == "cap" and must_be_positive and not may_be_none:
+            del values[name]  # None, as GPT-2 has, cannot be compared with 0
     for name, role in roles.items():  # a kind of MLP: "gelu" and not the author's "swiglu"
         if role is None and _MLP_KIND.search(plain(name)):
             gelus = "|".join(GELUS)

@@ -201,8 +201,9 @@ _FIELDS = {field.name.replace("_", ""): field.name for field in fields(GPT2Confi
 @lru_cache(maxsize=4096)
 def plain(name: str) -> str:
     """Return a name as it is compared: `n_embd`, `nEmbd` and `N_EMBD` are equal."""
+    name = name.lower()
     for wrong, right in _MISSPELLED.items():
-        name = name.lower().replace(wrong, right)
+        name = name.replace(wrong, right)
     words = re.split(r"[_-]", name)
     if len(words) > 1 and not _TRANSLATED.keys().isdisjoint(words):
         words = [english for word in words if (english := _TRANSLATED.get(word, word)) not in _OF]
