@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -30,8 +30,6 @@ MOST_OWN = 4  # of the user's own values that are tried
 USUAL = re.compile(
     "standard|default|vanilla|traditional|classic|regular|normal|learned|usual|plain", re.IGNORECASE
 )
-
-
 # How authors name what GPT-2 has.
 OURS = re.compile(r"^(layer_?norm|ln|learned|absolute|gelu(_new)?|mha|multi_?head)", re.IGNORECASE)
 
@@ -75,16 +73,11 @@ class Code:
             return [partial(_per_layer, kind) for kind in usual]
         near = re.findall(rf"{word}[\"'\])]*\s*(?:==|!=|(?:not\s+)?in\b)\s*(.*)", text)
         if texts := [each for line in near for each in re.findall(r"[\"']([\w-]+)[\"']", line)]:
-            usual = [*(["learned"] if "pos" in name else []), *dict.fromkeys(texts)]
-            usual.sort(key=lambda each: OURS.search(each) is None)
-            usual.append("default")  # no branch is for it
-            return [constant(value) for value in usual]
+            return _strings([*(["learned"] if "pos" in name else []), *texts], OURS)
         if self.is_string(entry):  # a part of it may be compared
             compared = re.findall(r"(\w+)\s*[=!]=\s*[\"']([\w-]+)[\"']", text)
             names = {*map(last_part, self.names)}
-            texts = [each for other, each in compared if other not in names]
-            usual = sorted(dict.fromkeys(texts), key=lambda each: USUAL.search(each) is None)
-            return [constant(value) for value in [*usual, "default"]]
+            return _strings([each for other, each in compared if other not in names], USUAL)
         if CLASSES.fullmatch(plain(name)):
             return [of_role("vocab_size")]
         if re.search("flash|sdpa|use_?(emb|pos)", name):
@@ -121,6 +114,12 @@ class Code:
         name = last_part(entry)
         annotated = rf"\b{re.escape(name)}\s*:\s*[\"']?(Optional\[)?bool\b"
         return bool(re.search(annotated, self._text) or re.match("(use|is|has|enable)_", name))
+
+
+def _strings(texts: Iterable[str], first: re.Pattern[str]) -> list[Value]:
+    """Return texts that the code compares, some of them first, and one that no branch is for."""
+    ordered = sorted(dict.fromkeys(texts), key=lambda text: first.search(text) is None)
+    return [constant(text) for text in [*ordered, "default"]]
 
 
 def _unusual(kind: str) -> tuple[bool, bool]:

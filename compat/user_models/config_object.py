@@ -47,6 +47,7 @@ from compat.user_models.usage import (
     counts,
     factors_of,
     init_source,
+    is_of_one_head,
     is_users_class,
     is_width,
     modules_text,
@@ -109,13 +110,11 @@ def _off_by_default(parameters: Mapping[str, Parameter]) -> Iterator[str]:
 
     An example is `mtp_num_heads=0`, the number of heads that predict later tokens.
     """
-    roles = {name: role_of(name, parameters) for name in parameters}
     for name, parameter in parameters.items():
-        if type(parameter.default) is int and parameter.default == 0 and roles[name] in SIZES:
-            others = (
-                p.default for n, p in parameters.items() if n != name and roles[n] == roles[name]
-            )
-            if any(default != 0 for default in others):
+        if type(parameter.default) is int and parameter.default == 0:
+            role = role_of(name, parameters)
+            alike = [p for n, p in parameters.items() if role_of(n, parameters) == role]
+            if role in SIZES and any(p.default != 0 for p in alike):
                 yield name
 
 
@@ -132,9 +131,8 @@ def _known_values(
     for name, role in roles.items():
         if role == "d_inner" and "n_embd" in meanings(name) and is_width(cls, name):
             roles[name] = "n_embd"
-        if role == "n_embd" and "d_head" in meanings(name):  # `attention_dim * n_heads`
-            of_heads = any(role_of(factor) == "n_head" for factor in factors_of(cls, name))
-            roles[name] = "d_head" if of_heads else role
+        if role == "n_embd" and "d_head" in meanings(name) and is_of_one_head(cls, name):
+            roles[name] = "d_head"
     if any(role in SIZES for role in roles.values()):
         for name, strings in compared_strings(cls).items():
             if roles.get(name) in SIZES:

@@ -115,7 +115,7 @@ _TRANSLATED = {
 _OF = ("de", "du", "da", "do")
 # Of global sizes, as in `G_N_EMBD` or `DEFAULT_DIM`.
 _PREFIX = re.compile(r"(?i)(g|global|default|gpt|cfg|my|lm|hp)_(?=\w{2})")
-# Of a switch, as in `use_blocks`, which is no number of blocks.
+# How the names of switches begin: `use_blocks` is not a number of blocks.
 _SWITCH = re.compile(r"(?i)(use|has|is|with|enable)_")
 _MISSPELLED = {"embeding": "embedding", "dimention": "dimension", "lenght": "length"}
 # Names such as `no_bias` and `disable_rope`, whose value is the opposite of the role's.

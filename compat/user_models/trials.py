@@ -67,6 +67,7 @@ from compat.user_models.synonyms import SIZES, meanings, neutral, plain, role_of
 from compat.user_models.usage import (
     embedding_widths,
     factors_of,
+    is_of_one_head,
     reads,
     roles_by_use,
     users_nodes,
@@ -232,7 +233,7 @@ class Search:
                 or any("head" in each for each in factors_of(self.target, last_part(name)))
             }  # fmt: skip
         keys = [name for name, roles in found.items() if roles == meanings("d_k")]
-        if any("n_head" in map(role_of, factors_of(self.target, last_part(n))) for n in keys):
+        if any(is_of_one_head(self.target, last_part(name)) for name in keys):
             found = {name: roles for name, roles in found.items() if name not in keys}
         inner = (name for name in sizes if role_of(last_part(name)) == "d_inner")
         for name in inner:  # a ratio in `d_ff * d_model`

@@ -297,6 +297,11 @@ def factors_of(cls: Callable[..., Any], name: str) -> set[str]:
     return found
 
 
+def is_of_one_head(cls: Callable[..., Any], name: str) -> bool:
+    """Return whether the code multiplies an entry by the number of heads: `d_k * n_heads`."""
+    return any(role_of(factor) == "n_head" for factor in factors_of(cls, name))
+
+
 def is_width(cls: Callable[..., Any], name: str) -> bool:
     """Return whether the code multiplies an entry by 4, or passes it to a norm or as a width."""
     for node in users_nodes(cls):

@@ -54,6 +54,16 @@ def built(
     return described(tmp_path, model.replace("WIDTH", width).replace("INNER", inner))
 
 
+SMALL_SIZES = "vocab_size: int = 5; block_size: int = 5; n_embd: int = 6; n_layer: int = 1"
+
+
+def with_config(model: str, fields: str) -> str:
+    """Return the source of a model whose config is a data class, with these fields."""
+    lines = "\n    ".join(fields.split("; "))
+    config = f"from dataclasses import dataclass\n\n@dataclass\nclass Config:\n    {lines}\n"
+    return config + model.replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
+
+
 @pytest.mark.parametrize("value", [96, 4])
 def test_a_width_that_is_multiplied_by_the_models_is_a_ratio(tmp_path: Path, value: int) -> None:
     inner = "cfg.d_ff * cfg.n_embd" if value == 4 else "cfg.d_ff"
@@ -685,21 +695,8 @@ def test_a_gated_mlp_is_replaced_by_that_of_gpt2(tmp_path: Path, default: str) -
     source = KNOWN.replace(
         "self.cfg, width", "kind = cfg.mlp_type == 'gelu'\n        self.cfg, width"
     )
-    source = source.replace(
-        "class GPT(",
-        f'''from dataclasses import dataclass
-
-@dataclass
-class Config:
-    vocab_size: int = 5
-    block_size: int = 5
-    n_embd: int = 6
-    n_layer: int = 1
-    mlp_type: str = "{default}"
-
-class GPT(''',
-    ).replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
-    model, _ = built(tmp_path, source)
+    fields = f"{SMALL_SIZES}; mlp_type: str = '{default}'"
+    model, _ = built(tmp_path, with_config(source, fields))
     assert model.cfg.mlp_type == ("gelu" if default == "swiglu" else default)
 
 
@@ -722,20 +719,9 @@ def test_a_module_that_is_imported_is_no_entry_of_a_config(tmp_path: Path) -> No
     ],
 )
 def test_a_string_with_which_the_code_runs_is_found(tmp_path: Path, test: str, value: str) -> None:
-    config = """
-from dataclasses import dataclass
-
-@dataclass
-class Config:
-    vocab_size: int
-    block_size: int
-    n_embd: int
-    n_layer: int
-    flavor: str
-"""
     source = KNOWN.replace(LATE, f"assert cfg.flavor != 'fast' and ({test}); {LATE}")
-    source = source.replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
-    model, call = built(tmp_path, config + source)
+    fields = "vocab_size: int; block_size: int; n_embd: int; n_layer: int; flavor: str"
+    model, call = built(tmp_path, with_config(source, fields))
     assert model.cfg.flavor == value and f"cfg.flavor='{value}'" in call
 
 
@@ -764,24 +750,11 @@ def test_a_cap_of_the_logits_that_must_be_positive(tmp_path: Path, condition: st
 
 def test_a_switch_that_gpt2_has_stays_on(tmp_path: Path) -> None:
     """The MLP has more parameters than GPT-2's, so that without biases it would have fewer."""
-    config = """
-from dataclasses import dataclass
-
-@dataclass
-class Config:
-    vocab_size: int = 5
-    block_size: int = 5
-    n_embd: int = 6
-    n_layer: int = 1
-    use_bias: bool = True
-    use_more: bool = True
-
-"""
     source = KNOWN.replace("nn.Linear(width, inner)", "nn.Linear(width, inner, bias=BIAS)")
     source = source.replace("class Block", "BIAS = True\n\nclass Block")
     source = source.replace(LATE, f"global BIAS; BIAS = cfg.use_bias; {LATE}")
-    source = source.replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
-    model, _ = built(tmp_path, config + source, "(5 if cfg.use_more else 4) * width")
+    source = with_config(source, f"{SMALL_SIZES}; use_bias: bool = True; use_more: bool = True")
+    model, _ = built(tmp_path, source, "(5 if cfg.use_more else 4) * width")
     assert model.cfg.use_bias and not model.cfg.use_more
     assert model.blocks[0].mlp[0].bias is not None
 
@@ -801,47 +774,22 @@ def test_the_size_of_a_part_that_is_off_stays_zero(tmp_path: Path) -> None:
 
 def test_a_number_of_logits_is_the_vocabulary(tmp_path: Path) -> None:
     """The author's model adds numbers modulo p, and has an id for the sign as well."""
-    config = """
-from dataclasses import dataclass
-
-@dataclass
-class Config:
-    p: int = 7
-    vocab_size: int = 8
-    block_size: int = 5
-    n_embd: int = 6
-    n_layer: int = 1
-
-"""
     source = KNOWN.replace("nn.Linear(width, cfg.vocab_size", "nn.Linear(width, cfg.p")
-    source = source.replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
-    model, call = built(tmp_path, config + source)
+    model, call = built(tmp_path, with_config(source, f"p: int = 7; {SMALL_SIZES}"))
     assert model.cfg.p == CONFIG.vocab_size and f"cfg.p={CONFIG.vocab_size}" in call
 
 
 def test_an_attention_width_that_the_code_multiplies_by_the_heads_is_that_of_one_head(
     tmp_path: Path,
 ) -> None:
-    config = """
-from dataclasses import dataclass
-
-@dataclass
-class Config:
-    vocab_size: int = 5
-    block_size: int = 5
-    n_embd: int = 6
-    n_head: int = 3
-    n_layer: int = 1
-    attention_inner_dim: int = 64
-
-"""
     source = KNOWN.replace("(self, width, inner)", "(self, width, inner, wide)")
     source = source.replace(
         "3 * width), nn.Linear(width, width)", "3 * wide), nn.Linear(wide, width)"
     )
     source = source.replace("INNER)", "INNER, cfg.attention_inner_dim * cfg.n_head)")
-    source = source.replace("__init__(self, cfg)", "__init__(self, cfg: Config)")
-    model, _ = built(tmp_path, config + source)
+    fields = f"{SMALL_SIZES}; n_head: int = 3; attention_inner_dim: int = 64"
+    source = with_config(source, fields)
+    model, _ = built(tmp_path, source)
     assert model.cfg.attention_inner_dim == CONFIG.d_head
-    model, _ = built(tmp_path, config + source.replace(" * cfg.n_head)", ")"))
+    model, _ = built(tmp_path, source.replace(" * cfg.n_head)", ")"))
     assert model.cfg.attention_inner_dim == CONFIG.n_embd
