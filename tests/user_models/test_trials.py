@@ -793,3 +793,22 @@ def test_an_attention_width_that_the_code_multiplies_by_the_heads_is_that_of_one
     assert model.cfg.attention_inner_dim == CONFIG.d_head
     model, _ = built(tmp_path, source.replace(" * cfg.n_head)", ")"))
     assert model.cfg.attention_inner_dim == CONFIG.n_embd
+
+
+def test_the_width_of_one_head_is_found_in_a_section_of_a_config(tmp_path: Path) -> None:
+    """The entries of a section are not tried, so that the code has to tell the role."""
+    section = """
+from dataclasses import dataclass
+
+@dataclass
+class Attention:
+    n_head: int = 3
+    attention_inner_dim: int = 64
+
+"""
+    source = KNOWN.replace(LATE, f"all = cfg.part.attention_inner_dim * cfg.part.n_head; {LATE}")
+    source = section + with_config(source, f"part: Attention; {SMALL_SIZES}")
+    model, _ = built(tmp_path, source)
+    assert model.cfg.part.attention_inner_dim == CONFIG.d_head
+    model, _ = built(tmp_path, source.replace(" * cfg.part.n_head", ""))
+    assert model.cfg.part.attention_inner_dim == CONFIG.n_embd
