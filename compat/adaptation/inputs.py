@@ -50,7 +50,8 @@ def find_call(
                 'of a GPT-2 it is, part="h.0.attn" or --part h.0.attn. The parts are h.0, '
                 "h.0.attn, h.0.mlp, h.0.ln_1, h.0.ln_2 and ln_f"
             ) from None
-        longer: list[str] = []  # what the calls with the full length raise
+        # What the calls with the full length raise, and those with one sequence.
+        longer, alone = list[str](), list[str]()
         for other, form in _other_inputs(model, checkpoint, ids, error):
             try:
                 found = find_signature(model, other, form)
@@ -60,13 +61,19 @@ def find_call(
             except NoLogitsError as failure:
                 if needs_a_device(failure):
                     raise
-                length = f") with {other.shape[1]} ids: "
-                longer = longer or [text.replace("): ", length, 1) for text in failure.tried]
+                if form.rows == 0:
+                    alone = _told(failure, f"{other.shape[1]} ids (T,)")
+                longer = longer or _told(failure, f"{other.shape[1]} ids")
             except AdaptError:  # a missing library
                 continue
         if isinstance(error, NoLogitsError):
-            raise NoLogitsError(model, [*error.tried, *longer]) from None
+            raise NoLogitsError(model, [*error.tried, *longer, *alone]) from None
         raise
+
+
+def _told(failure: NoLogitsError, ids: str) -> list[str]:
+    """Return the calls that failed, and on which ids."""
+    return [text.replace("): ", f") with {ids}: ", 1) for text in failure.tried]
 
 
 def _other_inputs(

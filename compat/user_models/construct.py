@@ -126,8 +126,10 @@ def construct_with_call(
             more += f"; your code only runs with {_listed_entries(own)}"
         else:
             more += f"; your code runs in width {sizes.n_embd} and not in {config.n_embd}"
-    elif isinstance(failure, UnknownArguments) and len(search.errors) == 1:
-        text = f"{failure}\n  With each value that was tried, the model raised {min(search.errors)}"
+    elif isinstance(failure, UnknownArguments) and search.errors:
+        values = "each value" if len(search.errors) == 1 else "most values"
+        raised = f"With {values} that compat tried, {target.__name__} raised"
+        text = f"{failure}\n  {raised} {search.errors.most_common(1)[0][0]}"
         raise UnknownArguments(text, failure.names)
     elif failure is not None:
         raise failure

@@ -116,7 +116,8 @@ class Search:
     Attributes:
         small: The sizes of the trial models.
         chosen: The values that were found so far. Every further trial has them.
-        errors: Descriptions of what the calls of the trial models raised.
+        errors: Descriptions of what the trial models raised when they were built or called, with
+            their numbers.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Search:
         self.target, self.config, self.kwargs = target, config, kwargs
         self.small = small_config(config)
         self.chosen: dict[str, Value] = {}
-        self.errors = set[str]()
+        self.errors = Counter[str]()
 
     def inferred(self) -> dict[str, Any]:
         """Return values for arguments with unknown or ambiguous names.
@@ -164,19 +165,28 @@ class Search:
         """
         arguments = self._arguments_in(sizes, more)
         with entries_known(self.target, arguments, sizes), resized(self.target, sizes):
-            model = constructed(self.target, arguments, sizes)
+            try:
+                model = constructed(self.target, arguments, sizes)
+            except Exception as error:
+                self._keep_error(error, arguments)
+                raise
             try:
                 found = called(model, sizes)
-            except ModuleNotFoundError:
-                raise
             except Exception as error:
-                if missing_entries(self.target, arguments, error):
+                if not self._keep_error(error, arguments):
                     raise
-                self.errors.add(exception_report(error))
                 return model, False
             # Logits are as wide as the vocabulary. Other objects than tensors may hold them.
             words = vocabulary(model, sizes)
             return model, not isinstance(found, Tensor) or words in found.shape
+
+    def _keep_error(self, error: Exception, arguments: Mapping[str, Any]) -> bool:
+        """Keep what the user's code raised, unless a library or an entry of a config is missing."""
+        missing = isinstance(error, ModuleNotFoundError | AdaptError)
+        if missing or missing_entries(self.target, arguments, error):
+            return False
+        self.errors[exception_report(error)] += 1
+        return True
 
     def _arguments_in(
         self, sizes: GPT2Config, more: Mapping[str, Any] | None = None

@@ -377,6 +377,15 @@ class OneSequence(GPT):
         return self.logits(ids[None]).view(T, -1)
 
 
+class PackedSequence(GPT):
+    """Accepts ids (T,), targets of the same shape and a number of tokens, and returns a loss."""
+
+    def forward(self, ids: Tensor, targets: Tensor, window_tokens: Tensor) -> Any:
+        assert ids.ndim == 1
+        assert window_tokens.ndim == 0 and window_tokens >= len(ids)
+        return F.cross_entropy(self.logits(ids[None])[0], targets)
+
+
 class NarrowIds(GPT):
     """Accepts only 32-bit ids."""
 
@@ -939,6 +948,12 @@ def test_the_shape_of_the_ids_is_reported(tiny: Path) -> None:
     [found] = [f for f in adapt(noisy_model(OneSequence), tiny).findings if f.severity == "info"]
     assert found.code == "input_shape" and "takes ids of shape (T,), but" in found.message
     assert "def forward(self, ids: Tensor)" in (found.source_line or "")
+
+
+def test_an_assertion_about_the_axes_of_the_ids_is_none_about_their_number(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(PackedSequence), tiny)
+    assert not adaptation.deviations
+    assert {"input_shape", "loss_only"} <= {f.code for f in adaptation.findings}
 
 
 def test_modules_in_a_plain_list_are_loaded_and_reported(tiny: Path) -> None:

@@ -1661,8 +1661,22 @@ def test_an_error_that_every_trial_raises_is_named(tmp_path: Path) -> None:
     with pytest.raises(AdaptError, match="needs the argument zug") as caught:
         described(tmp_path, source)
     last = str(caught.value).splitlines()[-2:]
-    assert last[0].startswith("  With each value that was tried, the model raised AttributeError:")
+    assert last[0].startswith("  With each value that compat tried, GPT raised AttributeError:")
     assert last[1].endswith("return self.norm(ids)")
+
+
+def test_an_error_that_most_constructors_raise_is_named(tmp_path: Path) -> None:
+    source = gpt(", vocab_size, n_ctx, dim, depth, heads, zug", "vocab_size, n_ctx, dim, depth, 0")
+    check = "        assert zug > 0\n        self.gate = gate\n"
+    source = source.replace("        super().__init__(", f"{check}        super().__init__(", 1)
+    with pytest.raises(AdaptError, match="needs the argument zug") as caught:
+        described(tmp_path, source)
+    last = str(caught.value).splitlines()[-2:]
+    assert (
+        last[0]
+        == "  With most values that compat tried, GPT raised NameError: name 'gate' is not defined"
+    )
+    assert last[1].endswith("self.gate = gate")
 
 
 def test_a_missing_device_is_no_reason_for_a_shorter_context(tmp_path: Path) -> None:

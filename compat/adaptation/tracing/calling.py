@@ -229,10 +229,10 @@ class CallSignature:
         arguments = {name: value(model, rows) for name, value in self.arguments}
         if self.time_first:
             convert = convert.mT
-            arguments = {
-                name: value.mT if getattr(value, "shape", None) == ids.shape else value
-                for name, value in arguments.items()
-            }
+        if self.time_first or ids.ndim == 1:  # the other arguments have the axes of the ids
+            for name, value in arguments.items():
+                if getattr(value, "shape", None) == rows.shape:
+                    arguments[name] = value.mT if self.time_first else value[0]
         if self.batch:
             return model(
                 {"input_ids": convert, "attention_mask": torch.ones_like(ids)}, **arguments
@@ -306,6 +306,11 @@ def _positions(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[1])
 
 
+def _length(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return a number as large as any number of tokens may be."""
+    return torch.tensor(ids.shape[1])
+
+
 def _ids(model: nn.Module, ids: Tensor) -> Tensor:
     return ids
 
@@ -351,6 +356,7 @@ VALUES: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("^use_|^output_", (_no,)),
     ("cache|past|kv|mems?$|memory|state", (_nothing, _nothing_for_each_layer)),
     ("mask", (_nothing, _ones, _none_marked)),
+    ("^n_|^num_|_num_|window", (_length,)),  # a number, of blocks in a window for example
     ("", (_nothing, _ids, _zeros)),  # as for a decoder beside an encoder, or a condition
 )
 

@@ -14,8 +14,12 @@ from compat.adaptation.tracing.calling import NoLogitsError
 from compat.adaptation.tracing.graph import Place
 from compat.user_models.usage import is_users_class
 
-# An assertion that failed for a sequence, as `describe_error` shows it.
-_ONE_TOKEN = re.compile(r"AssertionError\b.* at (.+?):(\d+) assert\b.*== *1\b")
+# An assertion that failed for a sequence, as `describe_error` shows it. One that the ids have one
+# axis, as in `assert ids.ndim == 1`, is about sequences.
+_ONE_TOKEN = re.compile(
+    r"AssertionError\b.* at (.+?):(\d+) assert\b"
+    r"(?!.*(?:\.ndim|\.dim\(\)|shape\)) *== *1\b).*== *1\b"
+)
 
 
 def one_token_line(error: NoLogitsError) -> Place | None:
