@@ -10,11 +10,13 @@ from torch.nn import functional as F
 
 from compat.adaptation.part import takes_hidden_states
 from compat.adaptation.tracing.calling import (
+    MULTIPLE,
     CallSignature,
     NoLogitsError,
     batch_sizes,
     find_signature,
     one_more,
+    setup_methods,
 )
 from compat.checkpoint import Checkpoint
 from compat.config import GPT2Config
@@ -34,9 +36,9 @@ def find_call(
     If these ids fail, the model is called on full length, on ids below 16 that every table has,
     also of full length, on a length that the error names, on ids with one more at the end if the
     model returns logits for all but the last, on 32-bit ids, on ids that are floating-point
-    numbers, on one-hot vectors, on ids (T, B) if it then returns logits (B, V), on one sequence
-    without the axis of the batch, and on the numbers of sequences that it may expect, also of full
-    length.
+    numbers, on one-hot vectors, on ids (T, B) if it then returns logits (B, V), after a method of
+    its own that makes masks, on one sequence without the axis of the batch, and on the numbers of
+    sequences that it may expect, also of full length.
 
     Raises:
         AdaptError: none of them works.
@@ -103,6 +105,9 @@ def _other_inputs(
     for convert in (Tensor.int, Tensor.float, one_hot):
         yield ids, CallSignature(convert=convert)
     yield ids, CallSignature(time_first=True)
+    for method in setup_methods(model):
+        length = example_length(config, MULTIPLE, MULTIPLE)
+        yield random_ids(checkpoint, 0, 2, length), CallSignature(setup=method)
     for each in (ids, full_length):
         yield each, CallSignature(rows=0)
     for rows in batch_sizes(model):
@@ -120,10 +125,10 @@ def _sizes(config: GPT2Config) -> set[int]:
     }  # fmt: skip
 
 
-def example_length(config: GPT2Config, least: int = 0) -> int:
+def example_length(config: GPT2Config, least: int = 0, step: int = 1) -> int:
     """Return a length that no other axis of the model has, so that it identifies the axis."""
     sizes = _sizes(config)
-    for length in range(least, config.n_positions) if least else (13, 11, 17, 19, 7, 5, 23):
+    for length in range(least, config.n_positions, step) if least else (13, 11, 17, 19, 7, 5, 23):
         if length not in sizes and length <= config.n_positions:
             return length
     return min(least or 9, config.n_positions)

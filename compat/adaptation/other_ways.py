@@ -24,7 +24,13 @@ from compat.adaptation.diagnosis.attention_nodes import (
     own_blocks,
 )
 from compat.adaptation.diagnosis.counterfactual import DIFFERS, relative_rms
-from compat.adaptation.diagnosis.findings import limits_of, no_head, unexplained, untraced
+from compat.adaptation.diagnosis.findings import (
+    limits_of,
+    no_forward,
+    no_head,
+    unexplained,
+    untraced,
+)
 from compat.adaptation.diagnosis.first_block import first_block
 from compat.adaptation.diagnosis.proof import end_to_end
 from compat.adaptation.diagnosis.survey import survey, wrong_mask, wrong_merge
@@ -35,7 +41,13 @@ from compat.adaptation.mapping.embeddings import embedding_of
 from compat.adaptation.part import of_part, with_part
 from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.stages import GRAPH_ERRORS, Mapped, Run, examine, judge, map_graph
-from compat.adaptation.tracing.calling import CallSignature, Wrapped, find_signature
+from compat.adaptation.tracing.calling import (
+    CallSignature,
+    MethodCalls,
+    Wrapped,
+    find_signature,
+    head_methods,
+)
 from compat.adaptation.tracing.graph import Graph, Place, kind, size
 from compat.adaptation.tracing.record import Untraceable
 from compat.adaptation.tracing.replaced import WithReplaced
@@ -51,6 +63,7 @@ from compat.adaptation.tracing.watched import attention_at
 from compat.errors import AdaptError, CompatError
 from compat.loading import load_into
 from compat.name_map import NameMap
+from compat.parity.outputs import find_logits
 from compat.user_models.eval_mode import eval_mode, restore_weights, saved_weights
 
 # Rewrites of a graph, and whether parts that GPT-2 does not have are accepted after them.
@@ -84,13 +97,44 @@ class _WithHead(Wrapped):
         return self.call(model, ids) @ model.get_parameter(self.table).T
 
 
+@dataclass(frozen=True)
+class _WithMethod(Wrapped):
+    """The call of a model that returns hidden states, and of its own method that makes them logits.
+
+    Args:
+        call: calls the model and returns its hidden states.
+        method: the name of the method.
+    """
+
+    method: str
+
+    def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
+        return find_logits(getattr(model, self.method)(self.call(model, ids)), ids)
+
+
 def judge_with_head(run: Run, error: NoHead) -> Adaptation:
-    """Judge a model that returns hidden states with GPT-2's head after it, the token embedding."""
-    run.call = _WithHead(run.call, error.table)
+    """Judge a model that returns hidden states with its own method that makes them logits.
+
+    Without such a method, GPT-2's head comes after them, the token embedding.
+    """
+    hidden = run.call
+    for method in head_methods(run.model):
+        run.call = _WithMethod(hidden, method)
+        if _returns_logits(run):
+            adaptation = _examined(run)
+            found = no_forward(run.model, MethodCalls(("forward", method)))
+            return replace(adaptation, findings=[found, *adaptation.findings])
+    run.call = _WithHead(hidden, error.table)
     adaptation = _examined(run)
     if not isinstance(run.call, _WithHead):  # another call returns logits
         return adaptation
     return replace(adaptation, findings=[no_head(error), *adaptation.findings])
+
+
+def _returns_logits(run: Run) -> bool:
+    with suppress(Exception):
+        return run.logits(run.ids).shape[2] == run.config.vocab_size
+    return False
 
 
 def _examined(run: Run) -> Adaptation:
@@ -196,16 +240,21 @@ def judge_otherwise(run: Run, error: AdaptError) -> Adaptation:
         raise error
     before, unknown = saved_weights(run.model), error
     incompatible: tuple[Adaptation, list[Tensor]] | None = None  # with the weights it has loaded
+    graph: Graph | None = None  # traced again only after it was changed
     for rewrite, accepts_others in REWRITES:
         with suppress(CompatError):
+            graph = graph or run.trace()
+            if not rewrite(graph):
+                continue
+            rewritten, graph = graph, None
             try:
-                adaptation = _rewritten(run, rewrite, accepts_others)
+                adaptation = _judge_rewritten(run, rewritten, accepts_others)
             except UnknownPart as found:
                 unknown = found  # of the last rewrite, with which the most structures are accepted
                 raise
             if adaptation:
                 return adaptation
-            if adaptation is not None and incompatible is None:
+            if incompatible is None:
                 incompatible = adaptation, saved_weights(run.model)
         restore_weights(run.model, before)
     with suppress(CompatError):
@@ -224,13 +273,8 @@ def judge_otherwise(run: Run, error: AdaptError) -> Adaptation:
     raise AdaptError(f"{error}. {BY_HAND}") from error
 
 
-def _rewritten(
-    run: Run, rewrite: Callable[[Graph], bool], accepts_others: bool
-) -> Adaptation | None:
-    """Judge the model by its graph after a rewrite; None if the rewrite does not apply to it."""
-    graph = run.trace()
-    if not rewrite(graph):
-        return None
+def _judge_rewritten(run: Run, graph: Graph, accepts_others: bool) -> Adaptation:
+    """Judge the model by its graph after a rewrite."""
     try:
         mapped = map_graph(graph, run.checkpoint, accepts_others)
     except BatchFirst as error:  # it has parts that GPT-2 does not have

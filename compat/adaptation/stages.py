@@ -203,6 +203,7 @@ def judge(run: Run, mapped: Mapped) -> Adaptation:
         with_targets=signature is not None and signature.targets,
         of_loss=signature is not None and signature.of_loss,
         input_shape=signature.input_shape if signature is not None else "",
+        setup=signature.setup if signature is not None else "",
         output_shape="" if signature is None else signature.output_shape(model, run.ids),
         leaves_out_last=signature is not None and signature.convert is one_more,
         mask=signature.mask if signature is not None else "",

@@ -73,6 +73,7 @@ _ASKS_FOR_A_FILE = re.compile(r"\b(exists|is_?file|is_?dir)\(")
 _OF_FILES = re.compile("_(dir(ectory)?|path|file|folder)$")
 _WIDTH = re.compile("dim|embd?|model|width|size")
 INT = (int, "int")  # annotations of a number
+TEXT = (str, "str", Parameter.empty)
 LARGEST_FACTOR = 16  # by which a default multiplies the width
 # Names of entries that choose the formula of the MLP.
 _MLP_KIND = re.compile("(mlp|ffn?|feedforward)(type|kind|variant|impl)")
@@ -174,6 +175,8 @@ class ConfigMaker:
     def is_config(self) -> bool:
         """Return whether the parameter takes a config and not a single value."""
         parameter = self.parameter
+        if callable(parameter.default) and not isinstance(parameter.default, type):
+            return False  # an object that makes a module, as functools.partial does
         if _config_class(self.cls, parameter) or isinstance(parameter.default, Mapping):
             return True
         if parameter.default is None and not is_config_name(parameter.name):
@@ -197,7 +200,12 @@ class ConfigMaker:
             if isinstance(similar, type) and issubclass(similar, annotated):
                 template = similar
         if isinstance(template, type):
-            return self._instance(template, entries)
+            try:
+                return self._instance(template, entries)
+            except OSError:
+                if not self._is_empty(template):
+                    raise
+                template = {}  # the sizes are in a file that its constructor reads
         return self._mapping(template, entries), []
 
     def _mapping(self, template: Mapping[str, Any], entries: Mapping[str, Any]) -> Any:
@@ -276,7 +284,7 @@ class ConfigMaker:
                 continue
             elif required and "Path" in str(parameter.annotation):  # of data, which no layer reads
                 arguments[name] = Path(name)
-            elif required and _OF_FILES.search(name) and parameter.annotation in (str, "str"):
+            elif required and _OF_FILES.search(name) and parameter.annotation in TEXT:
                 arguments[name] = name
             elif required and name not in read - usage.sections:
                 arguments[name] = _unread(parameter.annotation)

@@ -124,8 +124,10 @@ def construct_with_call(
         model, described = _built(target, sizes, merged(own, kwargs))
         if sizes == config:
             more += f"; your code only runs with {_listed_entries(own)}"
-        else:
+        elif sizes.n_embd != config.n_embd:
             more += f"; your code runs in width {sizes.n_embd} and not in {config.n_embd}"
+        else:
+            more += f"; your code runs with one layer and not with {config.n_layer}"
     elif isinstance(failure, UnknownArguments) and search.errors:
         values = "each value" if len(search.errors) == 1 else "most values"
         raised = f"With {values} that compat tried, {target.__name__} raised"

@@ -42,6 +42,7 @@ from compat.user_models.synonyms import (
     value_of,
 )
 from compat.user_models.usage import (
+    MOST_MODULES,
     assigned,
     embeddings,
     is_users_class,
@@ -159,7 +160,7 @@ def _keys_read(name: str, modules: Sequence[ModuleType], kind: type[ast.expr]) -
     return {key for node, owner, key in every if (node, owner) == (kind, name)}
 
 
-@lru_cache(maxsize=64)  # a module is parsed once, and a model is built many times
+@lru_cache(maxsize=MOST_MODULES)
 def _names_read(tree: ast.Module) -> frozenset[tuple[type[ast.expr], str, str]]:
     """Return the kind, the name, and the key or attribute of all `NAME["key"]` and `NAME.key`."""
     found = set[tuple[type[ast.expr], str, str]]()
@@ -298,7 +299,7 @@ def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
     return {name: role for name, (role, *more) in found.items() if role in SIZES and not more}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MOST_MODULES)
 def _repeated(tree: ast.Module) -> frozenset[str]:
     """Return the names of the numbers in `[Block(config) for _ in range(config.depth)]`."""
     found = set[str]()

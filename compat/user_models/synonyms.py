@@ -160,7 +160,8 @@ _NEUTRAL: dict[str, Any] = dict.fromkeys(
     "lr": 1e-3, "weightdecay": 0.0, "verbose": False, "debug": False, "seed": 0, "usecache": False,
     "kvcache": False, "gradientcheckpointing": False, "outputattentions": False,
     "outputhiddenstates": False, "usereturndict": False, "betas": (0.9, 0.999),
-    "memlen": 0, "memlength": 0, "tokenizer": None, "tokeniser": None, "logger": None,
+    "ropescaling": None, "memlen": 0, "memlength": 0, "tokenizer": None, "tokeniser": None,
+    "logger": None,
     "dtype": torch.float32, "torchdtype": torch.float32, "paramdtype": torch.float32,
     "lorarank": 8, "lorar": 8, "loraalpha": 8, "theta": 10000.0, "torch": torch, "nn": torch.nn,
 }  # fmt: skip

@@ -487,7 +487,7 @@ class Search:
         Switches have the user's defaults, arguments whose default is None have a value, all
         arguments are those of a call of the user's, sizes have other meanings than their names, the
         width is a number that the code contains, as in `nn.LayerNorm(384)` beside sizes that are
-        arguments, or the context is shorter.
+        arguments, the context is shorter, or there is one layer.
         """
         config, C = self.config, self.config.n_embd
         if not self._runs_in(C, {}):  # or else the reason is another size, such as the context's
@@ -501,6 +501,8 @@ class Search:
                     yield config, found
         if own := self._shorter():
             yield config, own
+        elif self._runs(one := replace(config, n_layer=1), {}, one):
+            yield one, {}  # as where a block does not accept the result of another block
 
     def _more_values(self) -> Iterator[dict[str, Any]]:
         """Yield the user's switches, and other values for single arguments and entries of configs.

@@ -44,6 +44,7 @@ _TORCH = {
     "TransformerDecoderLayer": ["d_model", "nhead", "dim_feedforward"],
 }  # fmt: skip
 # Attributes of these modules are not config entries.
+MOST_MODULES = 1024  # of a project, whose syntax is kept while a model is built many times
 LIBRARIES = set("F math nn np numpy os sys torch".split())
 OF_TENSORS = {"T", "H", "mT", "mH", "ndim", "shape", "grad"}  # attributes
 
@@ -135,7 +136,7 @@ def _sections(cls: Callable[..., Any]) -> set[str]:
     return set().union(*(_sections_in(tree_of(module)) for module in user_modules(cls)))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MOST_MODULES)
 def _sections_in(tree: ast.Module) -> set[str]:
     found: set[str] = set()
     variables: dict[str, str] = {}
@@ -230,7 +231,7 @@ def modules_text(cls: Callable[..., Any]) -> str:
     return "\n".join(_code("".join(linecache.getlines(file))) for file in files)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MOST_MODULES)
 def _code(text: str) -> str:
     """Return code without its comments and docstrings, in which `i.e` looks like an attribute."""
     try:
@@ -429,12 +430,12 @@ def nodes_of(module: ModuleType) -> tuple[ast.AST, ...]:
     return _nodes(tree_of(module))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MOST_MODULES)
 def _nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(tree))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MOST_MODULES)
 def _parsed(text: str) -> ast.Module:
     return ast.parse(text)
 

@@ -3350,6 +3350,19 @@ def test_a_method_that_returns_logits_is_called(tiny: Path, tmp_path: Path) -> N
     assert found.fix == "logits = self.logits(ids)" and found.severity == "info"
 
 
+def test_a_method_that_makes_logits_of_hidden_states_is_called(tiny: Path, tmp_path: Path) -> None:
+    """Another method of the model may be of another width, or may not take hidden states."""
+    methods = "return x\n\n    def generate(self, ids, steps):\n        return ids\n\n"
+    methods += "    def value_head(self, x):\n        return x[..., :1]\n\n"
+    methods += "    def project(self, x):\n        return self.head(x)"
+    adaptation = adapted(tiny, tmp_path, [("return self.head(x)", methods)])
+    assert adaptation
+    found = only_finding(adaptation, "logits_method")
+    assert found.fix == "logits = self.project(self.forward(ids))" and found.severity == "info"
+    wrong = [("return self.head(x)", methods.replace("self.head(x)", "-self.head(x)"))]
+    assert not adapted(tiny, tmp_path, wrong)
+
+
 def test_of_the_logits_after_each_block_the_last_are_compared(tiny: Path, tmp_path: Path) -> None:
     edits = [
         (LOOP, f"        every = []\n{LOOP}"),

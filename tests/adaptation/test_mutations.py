@@ -37,6 +37,7 @@ FEW_STYLES = {
     "n_embd_mismatch": "test_odd_models.py builds models of other widths",
     "random_in_forward": "test_odd_models.py creates modules in forward",
     "input_shape": "test_odd_models.py passes one sequence at a time",
+    "setup_first": "test_odd_models.py makes masks and caches in a method",
     "no_forward": "test_mistakes.py renames forward",
     "last_id_left_out": "test_mistakes.py cuts the ids in forward",
     "logits_method": "test_mistakes.py moves the head to another method",

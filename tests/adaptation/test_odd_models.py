@@ -386,6 +386,59 @@ class PackedSequence(GPT):
         return F.cross_entropy(self.logits(ids[None])[0], targets)
 
 
+class StaticCache(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(2, *shape))
+
+    def update(self, positions: Tensor, k: Tensor, v: Tensor) -> Any:
+        self.kept[:, :, :, positions] = torch.stack([k, v])
+        return self.kept
+
+
+class CachedBlock(Block):
+    kv_cache: StaticCache | None = None
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, T, C = q.shape
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        if self.kv_cache is not None:
+            k, v = self.kv_cache.update(self.positions, k, v)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class SetUpFirst(GPT):
+    """Has masks and caches only after a method has made them, which it does once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CachedBlock(24, 4, 96) for _ in range(3))
+        self.max_seq_length, self.causal_mask = -1, None
+
+    def setup_caches(self, max_batch_size: int, max_seq_length: int, dtype: Any) -> None:
+        if self.max_seq_length >= max_seq_length:
+            return
+        self.max_seq_length = max_seq_length
+        self.causal_mask = torch.ones(max_seq_length, max_seq_length).tril().bool()
+        for block in self.blocks:
+            block.kv_cache = StaticCache(max_batch_size, 4, max_seq_length, 6)
+
+    def forward(self, ids: Tensor, input_pos: Tensor | None = None) -> Any:
+        assert self.causal_mask is not None, "setup_caches must be called first"
+        x = self.wte(ids) + self.wpe(input_pos)
+        for block in self.blocks:
+            block.mask, block.positions = self.causal_mask[input_pos], input_pos
+            x = block(x)
+        return self.head(self.final(x))
+
+
+class SetUpFirstWithoutMask(SetUpFirst):
+    def setup_caches(self, max_batch_size: int, max_seq_length: int, dtype: Any) -> None:
+        super().setup_caches(max_batch_size, max_seq_length, dtype)
+        self.causal_mask = torch.ones(max_seq_length, max_seq_length).bool()
+
+
 class NarrowIds(GPT):
     """Accepts only 32-bit ids."""
 
@@ -954,6 +1007,18 @@ def test_an_assertion_about_the_axes_of_the_ids_is_none_about_their_number(tiny:
     adaptation = adapt(noisy_model(PackedSequence), tiny)
     assert not adaptation.deviations
     assert {"input_shape", "loss_only"} <= {f.code for f in adaptation.findings}
+
+
+def test_a_model_whose_masks_a_method_makes_is_called_after_it(tiny: Path) -> None:
+    model = noisy_model(SetUpFirst)
+    before = {*model.state_dict()}
+    adaptation = adapt(model, tiny)
+    [found] = [f for f in adaptation.findings if f.code == "setup_first"]
+    assert adaptation and found.severity == "info" and "self.setup_caches(…)" in found.message
+    assert (found.source_line or "").strip().startswith("def setup_caches(")
+    assert {*model.state_dict()} == before and model.causal_mask is None
+    adaptation = adapt(noisy_model(SetUpFirstWithoutMask), tiny)
+    assert {f.code for f in adaptation.deviations} == {"no_mask"}
 
 
 def test_modules_in_a_plain_list_are_loaded_and_reported(tiny: Path) -> None:

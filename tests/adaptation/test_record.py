@@ -145,13 +145,24 @@ def dropout_and_activations_in_place(model: Model, x: Tensor) -> Tensor:
     return nn.functional.leaky_relu(nn.functional.silu(x, inplace=True), 0.1, inplace=True)
 
 
+def a_constant_written_by_element(model: Model, x: Tensor) -> Tensor:
+    """It is read by a view from before all writes, and added to before the last of them."""
+    P = torch.zeros(5, 8)
+    row, early = P[0], x
+    for t in range(5):
+        for i in range(8):
+            P[t, i] = torch.sin(torch.tensor(t + i / 8))
+            early = early + P if (t, i) == (4, 3) else early
+    return early * row + P
+
+
 FUNCTIONS = [
     written_head_by_head, written_token_by_token, split_and_scaled, clamped_in_a_flat_view,
     added_in_a_transposed_view, added_in_a_strided_view, filled_in_a_diagonal_view,
     a_view_read_after_a_change, a_copy_made_before_a_change, a_cache, a_mask, with_an_out_argument,
     reshaped_in_place, assigned_by_index, through_numpy, a_view_made_before_the_call,
     mapped_over_tokens, in_bfloat16, without_autocast, checkpointed,
-    dropout_and_activations_in_place,
+    dropout_and_activations_in_place, a_constant_written_by_element,
 ]  # fmt: skip
 
 
@@ -271,6 +282,11 @@ def test_a_loop_that_writes_to_too_many_elements_is_not_recorded(
     pattern = r"more than 8 views at .*test_record\.py:\d+ out\[:, :, i\] = "
     with pytest.raises(Untraceable, match=pattern):
         recorded(by_element)
+
+
+def test_a_constant_that_a_loop_writes_by_element_is_recorded_by_its_value() -> None:
+    graph, _ = recorded(a_constant_written_by_element)
+    assert len(graph.nodes) < 150  # with every write, it has 254
 
 
 def test_gradients_and_stored_tensors_work_after_recording() -> None:

@@ -1630,6 +1630,53 @@ class GPT(Core):
     assert model.sizes[1] == 13 and call.endswith("your code only runs with seq_len=13")
 
 
+def test_one_layer_is_built_if_the_code_does_not_run_with_more(tmp_path: Path) -> None:
+    """The result of a block has an axis more than its input."""
+    source = """
+class GPT(Core):
+    def __init__(self, vocab_size, dim, depth):
+        super().__init__(vocab_size, 0, dim, depth, 0)
+        self.wte = nn.Embedding(vocab_size, dim)
+
+    def forward(self, ids):
+        x = self.wte(ids)
+        for _ in range(self.sizes[3]):
+            B, T, C = x.shape
+            x = x[None]
+        return x @ self.wte.weight.T
+"""
+    model, call = described(tmp_path, source)
+    assert model.sizes[3] == 1 and call.endswith("your code runs with one layer and not with 3")
+
+
+def test_a_config_class_that_reads_a_file_is_replaced(tmp_path: Path) -> None:
+    before = """
+class Config:
+    def __init__(self, config_path):
+        with open(config_path) as file:
+            self.entries = json.load(file)
+
+    def __getattr__(self, name):
+        return self.entries[name]
+"""
+    model = build(tmp_path, before + gpt(", config: Config", READ.replace("c.", "config.")))
+    assert model.sizes == SIZES
+
+
+def test_an_object_that_makes_a_module_is_not_a_config(tmp_path: Path) -> None:
+    before = """
+class Factory:
+    def __init__(self, made=None):
+        self.made = made
+
+    def __call__(self, *args):
+        return self.made(*args)
+"""
+    init = ", vocab_size, dim, norm_factory: Factory = Factory(nn.LayerNorm)"
+    source = before + gpt(init, "vocab_size, 0, dim, 0, 0, norm_factory(dim)")
+    assert isinstance(build(tmp_path, source).extra, nn.LayerNorm)
+
+
 def test_a_context_of_the_width_is_built_if_the_code_runs_only_with_it(tmp_path: Path) -> None:
     """The token embedding is as wide as the context is long."""
     source = """

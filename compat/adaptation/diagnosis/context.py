@@ -65,6 +65,7 @@ class DiagnosisContext:
         with_targets: the model is called with targets, because it drops these positions otherwise.
         of_loss: the model returns the loss and no logits, which are what it is computed from.
         input_shape: the shape of the ids that the model takes, if it is not (B, T).
+        setup: the method that makes the masks of the call, without which it fails.
         output_shape: the shape of the logits that the model returns, if it is not (B, T, V).
         leaves_out_last: the model returns logits for all ids but the last, and gets one more.
         mask: the optional argument that is passed, because tokens attend to later ones without it.
@@ -87,6 +88,7 @@ class DiagnosisContext:
     with_targets: bool = False
     of_loss: bool = False
     input_shape: str = ""
+    setup: str = ""
     output_shape: str = ""
     leaves_out_last: bool = False
     mask: str = ""

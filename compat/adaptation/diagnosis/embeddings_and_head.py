@@ -383,6 +383,18 @@ def input_shape(context: DiagnosisContext) -> Iterator[Deviation]:
         yield Deviation(None, [source.matching(context.model, r"def forward\(")], values)
 
 
+@deviation(
+    "the model fails before {found} is called, so compat calls it before each call, without the KV "
+    "caches that it makes",
+    "Make the masks in the constructor, and register them as buffers.",
+    severity="info",
+)
+def setup_first(context: DiagnosisContext) -> Iterator[Deviation]:
+    if context.setup:
+        place = source.matching(context.model, rf"def {context.setup}\(")
+        yield Deviation(None, [place], {"found": f"self.{context.setup}(…)"})
+
+
 # The lines that give the logits another shape, and how to undo it.
 RESHAPES = {
     "(B·T, V)": (

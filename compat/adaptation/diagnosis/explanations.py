@@ -213,6 +213,8 @@ EXPLANATIONS = {
     "hooks and libraries do. The weights do not depend on the names of the methods.",
     "last_id_left_out": "The weights do not depend on it, but a generator that reads the logits "
     "after the last id gets those after the one before.",
+    "setup_first": "The weights do not depend on it, but code that calls model(ids) without the "
+    "method fails, and KV caches of a fixed size are kept on the model.",
     "output_shape": "The weights do not depend on the shape of the logits. Training code often "
     "flattens them for the loss, but code that expects (B, T, V) reads the wrong axis.",
     "last_position_only": "Models that only generate need only the last position. Training and "

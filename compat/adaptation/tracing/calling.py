@@ -43,6 +43,12 @@ TARGETS = ("targets", "target", "labels", "label", "y")
 # Names of methods that may compute what `forward` computes, or a part of it.
 FORWARD_PARTS = re.compile(r"encode|decode|embed|project|head|logits|hidden|backbone|generator")
 LOGITS = re.compile(r"^(get_|lm_|compute_)?logits$")  # names of methods that return logits
+HEADS = re.compile(r"^(project|unembed|generator?|lm_head|(to_)?logits)|_head$|_logits$")
+# Names of methods that make the masks and KV caches of a model, such as `setup_caches`, of what
+# their arguments are, and of the KV caches.
+SETUP = re.compile(r"^(setup|set_up|init|initialize|allocate|build|create|make)_\w*(cache|mask)")
+KV_CACHE = re.compile(r"^(past|(kv|[kv])_?cache|cache(_?[kv])?)s?$")
+MULTIPLE = 8  # of which many of these methods make the lengths of masks
 MOST_COMBINATIONS = 24  # combinations of values for the arguments that a model needs
 
 
@@ -171,6 +177,7 @@ class CallSignature:
             ones.
         time_first: the model takes ids (T, B) and returns logits (T, B, V).
         of_loss: the model returns the loss and no logits, which are what it computes the loss from.
+        setup: the name of a method that makes the masks of the call, without which it fails.
     """
 
     arguments: tuple[tuple[str, Value], ...] = ()
@@ -182,6 +189,7 @@ class CallSignature:
     mask: str = ""
     time_first: bool = False
     of_loss: bool = False
+    setup: str = ""
 
     @property
     def input_shape(self) -> str:
@@ -196,6 +204,8 @@ class CallSignature:
     def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
         if not ids.is_contiguous():  # code calls ids.view(-1)
             ids = ids.contiguous()
+        if self.setup:
+            return self._after_setup(model, ids)
         if self.rows in (None, len(ids)):
             return self._logits(model, ids)
         if self.rows == 0:
@@ -205,9 +215,18 @@ class CallSignature:
         batches = padded.view(-1, self.rows, ids.shape[1])
         return torch.cat([self._logits(model, batch) for batch in batches])[: len(ids)]
 
+    def _after_setup(self, model: nn.Module, ids: Tensor) -> Tensor:
+        """Return the logits of ids, padded at the end to a length that the masks can have."""
+        T = ids.shape[1]
+        more = -T % MULTIPLE
+        padded = torch.cat([ids, ids[:, -1:].expand(-1, more)], 1) if more else ids
+        with _set_up(model, self.setup, padded):
+            logits = replace(self, setup="")(model, padded)
+        return logits[:, :T] if more else logits
+
     def output_shape(self, model: nn.Module, ids: Tensor) -> str:
         """Return the shape of the logits for ids (B, T), if it is not (B, T, V)."""
-        if self.rows is not None or self.time_first or self.convert is one_more:
+        if self.rows is not None or self.time_first or self.setup or self.convert is one_more:
             return ""
         with eval_mode(model), plain_kernels():
             output = self._output(model, ids)
@@ -242,6 +261,60 @@ class CallSignature:
                 model(convert, **arguments)
             return logits
         return model(convert, **arguments)
+
+
+@contextmanager
+def _set_up(model: nn.Module, method: str, ids: Tensor) -> Iterator[None]:
+    """Run the body after a method has made masks for these ids, without the KV caches it has made.
+
+    Afterwards, the modules have the attributes that they had before.
+    """
+    before = [
+        (module, dict(vars(module)), dict(module._modules), dict(module._buffers))
+        for module in model.modules()
+    ]
+    try:
+        make = getattr(model, method)
+        make(*(value(model, ids) for value in _setup_values(make)))
+        for module, own, _, _ in before:
+            made = (vars(module), module._modules, module._buffers)
+            for name in {name for names in made for name in names if KV_CACHE.search(name)}:
+                for names in made:
+                    names.pop(name, None)
+                setattr(module, name, own.get(name))
+        yield
+    finally:
+        for module, own, modules, buffers in before:
+            vars(module).clear()
+            vars(module).update(own)
+            module._modules.clear()
+            module._modules.update(modules)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def setup_methods(model: nn.Module) -> list[str]:
+    """Return the names of the model's own methods that make masks and KV caches for calls."""
+    return [name for name in _own_methods(model) if SETUP.search(name)]
+
+
+def _setup_values(method: Callable[..., Any]) -> list[Value]:
+    """Return the values of the required arguments of such a method.
+
+    Raises:
+        LookupError: an argument is neither a size of the ids nor a data type or device.
+    """
+    values: tuple[tuple[str, Value], ...] = (
+        ("batch|bsz|^b$", lambda model, ids: len(ids)),
+        ("len|seq|pos|ctx|context|^t$", lambda model, ids: ids.shape[1]),
+        ("dtype", lambda model, ids: next(iter(model.parameters())).dtype),
+        ("device", lambda model, ids: ids.device),
+    )
+    required = [p for p in inspect.signature(method).parameters.values() if p.default is p.empty]
+    found = [[v for pattern, v in values if re.search(pattern, p.name.lower())] for p in required]
+    if not all(found):
+        raise LookupError(f"{method.__name__} needs another argument")
+    return [each[0] for each in found]
 
 
 _LOSS_FUNCTION = threading.RLock()
@@ -421,7 +494,7 @@ def find_signature(
     Args:
         model: the user's model.
         ids: ids (B, T).
-        form: in which form the ids are passed: its `rows`, `convert` and `time_first`.
+        form: in which form the ids are passed: its `rows`, `convert`, `time_first` and `setup`.
 
     Raises:
         AdaptError: none returned logits, or a library is not installed.
@@ -429,10 +502,9 @@ def find_signature(
     tried: list[str] = []
     missing: ModuleNotFoundError | None = None
     fused = any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
-    usual = _signatures(model, form)
+    usual, optional = _signatures(model, form), _with_optional_arguments(model, form)
     for signatures in (
-        usual,
-        _with_optional_arguments(model, form),
+        *((optional, usual) if form.setup else (usual, optional)),
         _signatures(model, replace(form, last=True)),
         [(text, replace(signature, of_loss=True)) for text, signature in usual],
     ):
@@ -505,11 +577,9 @@ def method_calls(model: nn.Module, ids: Tensor) -> MethodCalls | None:
     An example is `model.project(model.decode(ids))` of a model without `forward`. A model whose
     `forward` returns hidden states may have a method `logits`.
     """
-    cls = type(model)
-    own = {n: f for c in reversed(cls.__mro__) if is_users_class(c) for n, f in vars(c).items()}
-    without_forward = cls.forward is nn.Module.forward
+    without_forward = type(model).forward is nn.Module.forward
     pattern = FORWARD_PARTS if without_forward else LOGITS
-    names = [n for n, f in own.items() if pattern.search(n) and inspect.isfunction(f)]
+    names = [name for name in _own_methods(model) if pattern.search(name)]
     width = 0 if without_forward or not names else _hidden_width(model, ids)
     if not without_forward and not width:
         return None
@@ -518,6 +588,17 @@ def method_calls(model: nn.Module, ids: Tensor) -> MethodCalls | None:
             if calls(model, ids).shape[2] > width:
                 return calls
     return None
+
+
+def head_methods(model: nn.Module) -> list[str]:
+    """Return the names of the model's own methods that may make logits of hidden states."""
+    return [name for name in _own_methods(model) if HEADS.search(name)]
+
+
+def _own_methods(model: nn.Module) -> list[str]:
+    classes = [cls for cls in reversed(type(model).__mro__) if is_users_class(cls)]
+    own = {name: value for cls in classes for name, value in vars(cls).items()}
+    return [name for name, value in own.items() if inspect.isfunction(value)]
 
 
 def _hidden_width(model: nn.Module, ids: Tensor) -> int:
@@ -592,6 +673,8 @@ def _with_optional_arguments(
             values = [("False", _no)]
         elif parameter.default is not None:
             continue
+        elif form.setup and "pos" in name:  # at which the masks are read
+            values = [("positions", _positions)]
         elif _nothing_for_each_layer in _values(name):
             values = [("[None, …]", _nothing_for_each_layer)]
         elif "mask" in name:

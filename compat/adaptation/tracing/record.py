@@ -68,8 +68,9 @@ SCATTERS = {"select": aten.select_scatter.default, "slice": aten.slice_scatter.d
 
 
 # The number of tensors in one memory above which writing to it is not recorded. Every write is
-# compared with all of them, which takes hours for a loop over the elements of a tensor.
-MOST_VIEWS = 2_000
+# compared with all of them, which takes hours for a loop over the elements of a tensor. If its
+# elements are constants, such as the sines of positions, only their values are kept.
+MANY_VIEWS, MOST_VIEWS = 64, 2_000
 
 OperationName = tuple[str, tuple[Place, ...], int]
 NO_OPERATION: OperationName = "", (), 0
@@ -232,6 +233,8 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
         node = self.graph.call_function(target, tuple(args), dict(kwargs or {}))
         node.meta["places"], node.meta["modules"] = self.source
         node.meta["operation"] = self.operation
+        inputs = (each.meta.get("constant", False) for each in node.all_input_nodes)
+        node.meta["constant"] = kind(node) not in DRAWS and all(inputs)
         return node
 
     def _is_known(self, result: Tensor) -> bool:
@@ -267,6 +270,7 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     def _constant(self, tensor: Tensor) -> Node:
         node = self.graph.placeholder(f"constant_{len(self.values)}")
         self.values[node] = tensor.detach()
+        node.meta["constant"] = True
         return self._add(node, tensor)
 
     # Operations that change tensors in place.
@@ -315,12 +319,26 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
             child = view.base
             written.add(id(child))
         elements, sharing = _elements(tensor), self.sharing[_address(tensor)]
+        if len(sharing) > MANY_VIEWS and self.current[id(child)].meta.get("constant"):
+            self._forget_writes(child)
+            return
         if len(sharing) > MOST_VIEWS:
             raise RuntimeError(f"the model writes to a tensor with more than {MOST_VIEWS:,} views")
         for other in sharing:
             view = self.views.get(id(other))
             if view and id(other) not in written and (_elements(other) & elements).any():
                 self._add(self._again(view), other)
+
+    def _forget_writes(self, tensor: Tensor) -> None:
+        """Replace the operations that computed a constant, element by element, by its value.
+
+        Args:
+            tensor: the one that all others in its memory are views of.
+        """
+        for other in self.sharing.pop(_address(tensor)):
+            self.current.pop(id(other), None)
+            self.views.pop(id(other), None)
+        self.values[self._constant(tensor)] = tensor.detach().clone()
 
     def _again(self, view: _View) -> Node:
         """Return a view of the current value of its base."""
