@@ -44,11 +44,11 @@ TARGETS = ("targets", "target", "labels", "label", "y")
 FORWARD_PARTS = re.compile(r"encode|decode|embed|project|head|logits|hidden|backbone|generator")
 LOGITS = re.compile(r"^(get_|lm_|compute_)?logits$")  # names of methods that return logits
 HEADS = re.compile(r"^(project|unembed|generator?|lm_head|(to_)?logits)|_head$|_logits$")
-# Names of methods that make the masks and KV caches of a model, such as `setup_caches`, of what
-# their arguments are, and of the KV caches.
+# Names of methods that make the masks and KV caches of a model, such as `setup_caches`, names of
+# these caches, and the number to whose multiple such methods round the length of the masks up.
 SETUP = re.compile(r"^(setup|set_up|init|initialize|allocate|build|create|make)_\w*(cache|mask)")
 KV_CACHE = re.compile(r"^(past|(kv|[kv])_?cache|cache(_?[kv])?)s?$")
-MULTIPLE = 8  # of which many of these methods make the lengths of masks
+MULTIPLE = 8
 MOST_COMBINATIONS = 24  # combinations of values for the arguments that a model needs
 
 
@@ -269,28 +269,30 @@ def _set_up(model: nn.Module, method: str, ids: Tensor) -> Iterator[None]:
 
     Afterwards, the modules have the attributes that they had before.
     """
-    before = [
-        (module, dict(vars(module)), dict(module._modules), dict(module._buffers))
-        for module in model.modules()
-    ]
+    before = [(module, _attributes(module)) for module in model.modules()]
     try:
         make = getattr(model, method)
         make(*(value(model, ids) for value in _setup_values(make)))
-        for module, own, _, _ in before:
-            made = (vars(module), module._modules, module._buffers)
-            for name in {name for names in made for name in names if KV_CACHE.search(name)}:
-                for names in made:
-                    names.pop(name, None)
-                setattr(module, name, own.get(name))
+        for module, attributes in before:
+            _restore(module, attributes, KV_CACHE)
         yield
     finally:
-        for module, own, modules, buffers in before:
-            vars(module).clear()
-            vars(module).update(own)
-            module._modules.clear()
-            module._modules.update(modules)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for module, attributes in before:
+            _restore(module, attributes, re.compile(""))
+
+
+def _attributes(module: nn.Module) -> list[dict[str, Any]]:
+    """Return a module's attributes, its modules and its buffers, by their names."""
+    return [dict(vars(module)), dict(module._modules), dict(module._buffers)]
+
+
+def _restore(module: nn.Module, before: list[dict[str, Any]], named: re.Pattern[str]) -> None:
+    """Give a module the attributes, modules and buffers of these names that it had before."""
+    present: list[dict[str, Any]] = [vars(module), module._modules, module._buffers]
+    for now, old in zip(present, before, strict=True):
+        for name in filter(named.search, [*now]):
+            del now[name]
+        now.update({name: value for name, value in old.items() if named.search(name)})
 
 
 def setup_methods(model: nn.Module) -> list[str]:
