@@ -10,12 +10,13 @@ from torch.nn import functional as F
 
 from compat.adaptation.part import takes_hidden_states
 from compat.adaptation.tracing.calling import (
-    MULTIPLE,
+    MASK_MULTIPLE,
     CallSignature,
     NoLogitsError,
     batch_sizes,
     find_signature,
     one_more,
+    only_row,
     setup_methods,
 )
 from compat.checkpoint import Checkpoint
@@ -63,7 +64,7 @@ def find_call(
             except NoLogitsError as failure:
                 if needs_a_device(failure):
                     raise
-                if form.rows == 0:
+                if form.rows == 0 or form.convert is only_row:
                     alone = _told(failure, f"{other.shape[1]} ids (T,)")
                 longer = longer or _told(failure, f"{other.shape[1]} ids")
             except AdaptError:  # a missing library
@@ -106,10 +107,12 @@ def _other_inputs(
         yield ids, CallSignature(convert=convert)
     yield ids, CallSignature(time_first=True)
     for method in setup_methods(model):
-        length = example_length(config, MULTIPLE, MULTIPLE)
+        length = example_length(config, MASK_MULTIPLE, MASK_MULTIPLE)
         yield random_ids(checkpoint, 0, 2, length), CallSignature(setup=method)
     for each in (ids, full_length):
         yield each, CallSignature(rows=0)
+    for each in (ids[:1], full_length[:1]):  # of code that vmap does not support
+        yield each, CallSignature(rows=1, convert=only_row)
     for rows in batch_sizes(model):
         if rows * config.n_positions * config.vocab_size < MOST_LOGITS:
             full_length = random_ids(checkpoint, 0, rows, config.n_positions)

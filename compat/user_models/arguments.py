@@ -14,7 +14,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -26,7 +26,15 @@ from compat.errors import AdaptError, listed
 from compat.user_code import MAKE_MODEL, translated
 from compat.user_models.config_object import ConfigMaker, known_arguments, merged, value_by_name
 from compat.user_models.entries import PLAIN, nested
-from compat.user_models.synonyms import CONFIG_NAMES, SIZES, plain, role_of, symbols, takes_sizes
+from compat.user_models.synonyms import (
+    CONFIG_NAMES,
+    SIZES,
+    plain,
+    role_of,
+    symbols,
+    takes_sizes,
+    value_of,
+)
 from compat.user_models.usage import (
     compared_strings,
     counts,
@@ -166,6 +174,8 @@ def _arguments(
             callee, passed = unpacked[0]
             own = {n: p for n, p in parameters_of(callee).items() if n not in passed}
             arguments[name], unknown = _arguments(callee, own, config, dict(entries), {})
+        elif required and name not in given and inner is None and _is_embedding(parameter):
+            arguments[name] = _embedding(name, maker.usage.names, config)
         elif isinstance(entries, Mapping) and not is_module and maker.is_config():
             arguments[name], unknown = maker.make(entries)
         elif name in given:
@@ -178,9 +188,6 @@ def _arguments(
             arguments[name] = symbols(name, config)
         elif required and plain(name) == "modeltype" and not SIZES & {*map(role_of, parameters)}:
             arguments[name] = "gpt2"  # the name of a preset
-        elif required and _annotation(parameter).rpartition(".")[2] == "Embedding":
-            rows = config.n_positions if "pos" in name else config.vocab_size
-            arguments[name] = nn.Embedding(rows, config.n_embd)
         elif (by_name := value_by_name(parameter, known))[0]:
             arguments[name] = by_name[1]
         elif required and inner is not None:
@@ -190,6 +197,22 @@ def _arguments(
             missing.append(name)
         missing += [f"{name}.{key}" for key in unknown]
     return arguments, missing
+
+
+def _is_embedding(parameter: Parameter) -> bool:
+    """Return whether a parameter is annotated as an embedding, or as a module and named so."""
+    annotated = _annotation(parameter).rpartition(".")[2]
+    return annotated == "Embedding" or (annotated == "Module" and "emb" in plain(parameter.name))
+
+
+def _embedding(name: str, read: Iterable[str], config: GPT2Config) -> nn.Embedding:
+    """Return an embedding of ids or positions, with the sizes that are read from it."""
+    rows = config.n_positions if "pos" in name else config.vocab_size
+    made = nn.Embedding(rows, config.n_embd)
+    for size in read:
+        if not hasattr(made, size) and (role := role_of(size)) is not None:
+            setattr(made, size, value_of(role, config))
+    return made
 
 
 def _made(cls: type[nn.Module], config: GPT2Config, *, other_ways: bool = True) -> nn.Module:

@@ -501,8 +501,10 @@ class Search:
                     yield config, found
         if own := self._shorter():
             yield config, own
-        elif self._runs(one := replace(config, n_layer=1), {}, one):
-            yield one, {}  # as where a block does not accept the result of another block
+        elif not self._runs(config, {}, config):
+            one = replace(config, n_layer=1)  # a block may not accept the result of another block
+            if self._runs(one, {}, one):
+                yield one, {}
 
     def _more_values(self) -> Iterator[dict[str, Any]]:
         """Yield the user's switches, and other values for single arguments and entries of configs.
@@ -542,7 +544,7 @@ class Search:
         heads = [name for name in numbers if role_of(last_part(name)) == "n_head"]
         of_keys = [name for name in heads if "kv" in plain(last_part(name))]
         yield nested(dict.fromkeys(of_keys, self.config.n_head // 2))
-        divisors = [n for n in self._numbers(2, 64) if self.config.n_embd % n == 0]
+        divisors = [n for n in self._numbers(2, 64) if self.config.n_embd % n == 0] + [1]
         yield from (nested(dict.fromkeys(heads, n)) for n in divisors if heads)
         switches = [n for n, value in entries.items() if type(value) is bool]
         others = [n for n in switches if _has_no_role(n) or role_of(last_part(n)) in SIZES]

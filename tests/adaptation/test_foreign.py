@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from compat import adapt
 from tests.adaptation.catalogue import FOREIGN, ZOO
@@ -68,3 +70,29 @@ def test_a_model_without_attention_keeps_its_weights(tiny: Path, name: str) -> N
         assert words in found.message
     assert "Place(" not in found.message  # no representation of internal objects
     assert all(value.equal(before[key]) for key, value in model.state_dict().items())
+
+
+class OnHyperboloid(nn.Module):
+    """Attends by distances of points with one more coordinate than the embedding has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(97, 24), nn.Embedding(32, 24)
+        self.qkv, self.head = nn.Linear(25, 72), nn.Linear(25, 97)
+
+    def lifted(self, x: Tensor) -> Tensor:
+        return torch.cat([(1 + x.square().sum(-1, keepdim=True)).sqrt(), x], -1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        T = ids.shape[1]
+        x = self.lifted(self.wte(ids) + self.wpe(torch.arange(T)))
+        q, k, v = map(self.lifted, self.qkv(x).chunk(3, -1))
+        scores = -(q[:, :, None] - k[:, None]).square().sum(-1)
+        probs = scores.masked_fill(~torch.ones(T, T).tril().bool(), -torch.inf).softmax(-1)
+        mean = (probs[..., None] * v[:, None]).sum(2)
+        return self.head(mean / mean.square().sum(-1, keepdim=True).sqrt())
+
+
+def test_a_model_with_other_scores_is_not_said_to_have_no_attention(tiny: Path) -> None:
+    found = adapt(OnHyperboloid(), tiny).findings[0]
+    assert found.code == "unknown_part" and ".softmax(-1)" in (found.source_line or "")

@@ -3350,6 +3350,16 @@ def test_a_method_that_returns_logits_is_called(tiny: Path, tmp_path: Path) -> N
     assert found.fix == "logits = self.logits(ids)" and found.severity == "info"
 
 
+def test_the_lines_of_both_branches_without_a_norm_are_shown(tiny: Path, tmp_path: Path) -> None:
+    norms = ["        x = self.norm1(x)\n", "        x = self.norm2(x)\n"]
+    adaptation = adapted(tiny, tmp_path, [(norm, "") for norm in norms])
+    found = only_finding(adaptation, "missing_ln")
+    assert found.file is not None and found.line is not None
+    text = Path(found.file).read_text().splitlines()
+    numbers = [found.line, *(int(place.rpartition(":")[2]) for place in found.also)]
+    assert [text[number - 1].strip() for number in numbers] == ["x = self.att(x)", "x = self.ff(x)"]
+
+
 def test_a_method_that_makes_logits_of_hidden_states_is_called(tiny: Path, tmp_path: Path) -> None:
     """Another method of the model may be of another width, or may not take hidden states."""
     methods = "return x\n\n    def generate(self, ids, steps):\n        return ids\n\n"

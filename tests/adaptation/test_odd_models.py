@@ -386,6 +386,14 @@ class PackedSequence(GPT):
         return F.cross_entropy(self.logits(ids[None])[0], targets)
 
 
+class PackedInPython(PackedSequence):
+    """Reads the ids outside of torch, which vmap does not support."""
+
+    def forward(self, ids: Tensor, targets: Tensor, window_tokens: Tensor) -> Any:
+        assert max(ids.tolist()) < 97
+        return super().forward(ids, targets, window_tokens)
+
+
 class StaticCache(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -1003,8 +1011,11 @@ def test_the_shape_of_the_ids_is_reported(tiny: Path) -> None:
     assert "def forward(self, ids: Tensor)" in (found.source_line or "")
 
 
-def test_an_assertion_about_the_axes_of_the_ids_is_none_about_their_number(tiny: Path) -> None:
-    adaptation = adapt(noisy_model(PackedSequence), tiny)
+@pytest.mark.parametrize("cls", [PackedSequence, PackedInPython])
+def test_an_assertion_about_the_axes_of_the_ids_is_none_about_their_number(
+    tiny: Path, cls: type[GPT]
+) -> None:
+    adaptation = adapt(noisy_model(cls), tiny)
     assert not adaptation.deviations
     assert {"input_shape", "loss_only"} <= {f.code for f in adaptation.findings}
 

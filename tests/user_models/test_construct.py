@@ -1604,6 +1604,11 @@ def test_a_number_of_heads_in_the_code_is_passed_if_it_runs_with_no_other(tmp_pa
     source += "        return ids\n"
     model, call = described(tmp_path, source)
     assert model.sizes[4] == 8 and call.endswith("your code only runs with heads=8")
+    source = source.replace(
+        "ids.new_zeros(24).view(8, 24 // self.sizes[4])", "assert self.sizes[4] == 1"
+    )
+    model, call = described(tmp_path, source)
+    assert model.sizes[4] == 1 and call.endswith("your code only runs with heads=1")
 
 
 def test_a_letter_is_no_probability_if_its_default_is_a_larger_number(tmp_path: Path) -> None:
@@ -1661,6 +1666,12 @@ class Config:
 """
     model = build(tmp_path, before + gpt(", config: Config", READ.replace("c.", "config.")))
     assert model.sizes == SIZES
+
+
+def test_a_module_that_embeds_ids_is_made_with_the_sizes_that_are_read(tmp_path: Path) -> None:
+    sizes = "embedding.vocab_size, 0, embedding.d_model, depth, heads, embedding"
+    model = build(tmp_path, gpt(", embedding: nn.Module, depth, heads", sizes))
+    assert model.sizes == (97, 0, 24, 3, 4) and model.extra.weight.shape == (97, 24)
 
 
 def test_an_object_that_makes_a_module_is_not_a_config(tmp_path: Path) -> None:
@@ -1740,6 +1751,10 @@ class GPT(Core):
 """
     model, call = described(tmp_path, source)
     assert model.sizes[1] == 32 and "only runs" not in call
+    source = source.replace("vocab_size, dim, seq_len)", "vocab_size, dim, seq_len, depth)")
+    source = source.replace("dim, 0, 0)", "dim, depth, 0)")
+    model, call = described(tmp_path, source)
+    assert model.sizes[3] == 3 and "one layer" not in call
 
 
 @pytest.mark.parametrize("annotation", ["str | None", "int | None"])

@@ -292,10 +292,10 @@ def _functions(graph: Graph, norms: Mapping[str, Norm]) -> dict[str, list[Functi
 def missing_ln(context: DiagnosisContext) -> Iterator[Deviation]:
     missing = [name for name in context.places.missing if name != "ln_f"]
     if missing:
-        _, layer, norm = missing[0].split(".")
-        place = branch_line(context, int(layer), is_mlp=norm == "ln_2")
+        branches = (name.split(".")[1:] for name in missing)
+        lines = [branch_line(context, int(i), is_mlp=norm == "ln_2") for i, norm in branches]
         values = {"tensors": listed(collapse_layers(missing))}
-        yield Deviation(missing[0], [place], values, _without(missing))
+        yield Deviation(missing[0], lines, values, _without(missing))
 
 
 def branch_line(context: DiagnosisContext, i: int, is_mlp: bool) -> Place | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from compat.adaptation.anatomy.dissect import UnknownPart
+from compat.adaptation.anatomy.dissect import NO_ATTENTION, UnknownPart
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.activations import (
     activation_code,
@@ -24,6 +24,7 @@ from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.result import Finding
 from compat.adaptation.tracing.contractions import SDPA
 from compat.adaptation.tracing.graph import DRAWS, RMS_NORMS, Graph, Place, kind, size
+from compat.adaptation.tracing.rewrites import SOFTMAXES
 from compat.config import HALF, GPT2Config, dtype_name
 
 EVIDENCE = "found in the graph, but not confirmed, because the model could not be mapped"
@@ -49,6 +50,13 @@ def survey(
         replaced_by: the part of GPT-2 with which the rest of the model was examined, if it was.
         attention: the lines that compute attention, if none of it is in the graph.
     """
+    scores = [node for node in graph.live if size(node)[-2:] == 2 * (graph.shape[1],)]
+    if unknown.code == NO_ATTENTION and (softmax := [n for n in scores if kind(n) in SOFTMAXES]):
+        unknown = UnknownPart(
+            "attention whose scores are no product of queries and keys, or whose probabilities are "
+            "not multiplied with v",
+            sorted(softmax, key=graph.order.__getitem__),
+        )
     part = graph.same(unknown.nodes)
     place = source.running(graph, part)
     place = (unknown.code == "batch_first" and source.torch_built(model, part)) or place

@@ -48,7 +48,7 @@ HEADS = re.compile(r"^(project|unembed|generator?|lm_head|(to_)?logits)|_head$|_
 # these caches, and the number to whose multiple such methods round the length of the masks up.
 SETUP = re.compile(r"^(setup|set_up|init|initialize|allocate|build|create|make)_\w*(cache|mask)")
 KV_CACHE = re.compile(r"^(past|(kv|[kv])_?cache|cache(_?[kv])?)s?$")
-MULTIPLE = 8
+MASK_MULTIPLE = 8
 MOST_COMBINATIONS = 24  # combinations of values for the arguments that a model needs
 
 
@@ -194,7 +194,8 @@ class CallSignature:
     @property
     def input_shape(self) -> str:
         """The shape of the ids that the model takes, if it is not (B, T)."""
-        return "(T, B)" if self.time_first else "(T,)" if self.rows == 0 else ""
+        alone = self.rows == 0 or self.convert is only_row
+        return "(T, B)" if self.time_first else "(T,)" if alone else ""
 
     def without_targets(self) -> CallSignature:
         """Return the call without targets, which returns the logits of the last position."""
@@ -218,7 +219,7 @@ class CallSignature:
     def _after_setup(self, model: nn.Module, ids: Tensor) -> Tensor:
         """Return the logits of ids, padded at the end to a length that the masks can have."""
         T = ids.shape[1]
-        more = -T % MULTIPLE
+        more = -T % MASK_MULTIPLE
         padded = torch.cat([ids, ids[:, -1:].expand(-1, more)], 1) if more else ids
         with _set_up(model, self.setup, padded):
             logits = replace(self, setup="")(model, padded)
@@ -248,7 +249,7 @@ class CallSignature:
         arguments = {name: value(model, rows) for name, value in self.arguments}
         if self.time_first:
             convert = convert.mT
-        if self.time_first or ids.ndim == 1:  # the other arguments have the axes of the ids
+        if self.time_first or convert.ndim == 1:  # the other arguments have the axes of the ids
             for name, value in arguments.items():
                 if getattr(value, "shape", None) == rows.shape:
                     arguments[name] = value.mT if self.time_first else value[0]
@@ -371,6 +372,11 @@ def _inputs_of_losses(ids: Tensor) -> Iterator[list[Tensor]]:
 def one_more(ids: Tensor) -> Tensor:
     """Return ids with another one at the end, for a model that leaves out the last one."""
     return torch.cat([ids, ids[..., -1:]], dim=-1)
+
+
+def only_row(ids: Tensor) -> Tensor:
+    """Return the only sequence (T,) of ids (1, T)."""
+    return ids[0]
 
 
 def _always(value: Any) -> Value:
