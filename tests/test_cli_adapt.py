@@ -34,6 +34,13 @@ def _notes(text: str) -> list[str]:
 # Output for people
 
 
+def test_a_breakpoint_does_not_stop_the_calls(cli: Cli, tiny: Path, project: Path) -> None:
+    source = GPT.replace('print("called")', "breakpoint()")
+    (project / "stopped.py").write_text(source)
+    done = cli("adapt", "stopped.py:MyGPT", "--model", tiny)
+    assert source != GPT and done.code == 0 and "(Pdb)" not in done.out + done.err
+
+
 def test_a_model_that_passes_exits_with_0(cli: Cli, tiny: Path) -> None:
     """The output of the model's own code goes to stderr."""
     done = cli("adapt", "right.py:MyGPT", "--model", tiny)

@@ -167,6 +167,9 @@ def adapt_command(
     options.exclude({"--kwargs": kwargs, "--config-name": config_name})
     options.exclude({"--part": part, "--forward": forward})
     options.exclude({"--json": as_json, "--emit-map": emit_map, "--diff": diff, "--fix": fix})
+    # A breakpoint() that is left in the code would stop every call of the model, in the processes
+    # in which edits are proved too.
+    os.environ.setdefault("PYTHONBREAKPOINT", "0")
     checkpoint = compat.open_checkpoint(source, revision=revision, n_head=n_head)
     examination = _Examination(checkpoint, arguments, config_name, part, forward)
     target, adaptation = examination.run(target)

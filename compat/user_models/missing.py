@@ -29,6 +29,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import module_from_spec
 from itertools import islice
+from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, TypeVar, cast
 from unittest.mock import patch
@@ -74,10 +75,12 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
                         first = first or error
                         continue
                     name = _missing_submodule(cause)
-                if finder.names and (not name or name in finder.names):
+                if folder := _folder_of_data(cause):
+                    name = folder
+                elif finder.names and (not name or name in finder.names):
                     name = _failed_module(cause)
-                    if name and name not in finder.names:  # other finders would find it
-                        sys.modules[name] = module_from_spec(finder.spec(name))
+                if name in sys.modules and name not in finder.names:  # other finders would find it
+                    sys.modules[name] = module_from_spec(finder.spec(name))
                 if not name or name in finder.names:
                     if first is None or isinstance(cause, _UsedError):
                         raise
@@ -123,6 +126,20 @@ def _while_loading() -> Iterator[None]:
             yield
     finally:
         _loading.pop()
+
+
+def _folder_of_data(error: BaseException) -> str:
+    """Return the name of a library in whose place a folder without code was imported, or "".
+
+    An example is the folder `wandb`, to which that library writes.
+    """
+    found = re.match(r"module '(\w+)' has no attribute", str(error))
+    module = sys.modules.get(found[1]) if found and isinstance(error, AttributeError) else None
+    if module is None or getattr(module, "__file__", None):
+        return ""
+    folders = map(Path, getattr(module, "__path__", ()))
+    has_code = any(True for folder in folders for _ in folder.glob("*.py"))
+    return "" if has_code or not hasattr(module, "__path__") else module.__name__
 
 
 def _missing_submodule(error: ImportError) -> str:

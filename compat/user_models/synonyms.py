@@ -178,7 +178,10 @@ _NEUTRAL_PATTERNS = {re.compile(pattern): value for pattern, value in {
     "(partial)?rotary(pct|percent|percentage|factor|fraction)": 1.0,
 }.items()}  # fmt: skip
 # Names of the characters or words of a vocabulary, whose number the code takes.
-_SYMBOLS = re.compile(r"(all|unique)?(char(acter)?s|symbols|alphabet|charset|vocab(ulary)?|itos)")
+_SYMBOLS = re.compile(
+    r"(all|unique)?(char(acter)?s|symbols|alphabet|charset|vocab(ulary)?(ind(ex(er)?|ices)|list)?"
+    r"|itos|(char|token|word|s)(2|to)(i|id|idx|ix|index))"
+)
 # Names of a constructor's config argument, and how the names of config classes end.
 CONFIG_NAMES = set(
     "config configuration cfg conf args hparams hps hp hyperparameters hyperparams params opt opts "

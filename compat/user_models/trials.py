@@ -177,8 +177,8 @@ class Search:
                     raise
                 return model, False
             # Logits are as wide as the vocabulary. Other objects than tensors may hold them.
-            words = vocabulary(model, sizes)
-            return model, not isinstance(found, Tensor) or words in found.shape
+            words, tensors = vocabulary(model, sizes), _tensors(found)
+            return model, not tensors or any(words in tensor.shape for tensor in tensors)
 
     def _keep_error(self, error: Exception, arguments: Mapping[str, Any]) -> bool:
         """Keep what the user's code raised, unless a library or an entry of a config is missing."""
@@ -715,6 +715,13 @@ class Search:
             model, works = _trial(self.run, self.small, {**self.chosen, **more})
             return works, _difference(model, self.small), _shapes(model, self.small)
         return None
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    """Return the tensors that a model returns, alone or in tuples and lists."""
+    if isinstance(found, tuple | list):
+        return [tensor for each in found for tensor in _tensors(each)]
+    return [found] if isinstance(found, Tensor) else []
 
 
 def small_config(config: GPT2Config) -> GPT2Config:

@@ -93,6 +93,6 @@ class OnHyperboloid(nn.Module):
         return self.head(mean / mean.square().sum(-1, keepdim=True).sqrt())
 
 
-def test_a_model_with_other_scores_is_not_said_to_have_no_attention(tiny: Path) -> None:
+def test_the_line_of_attention_with_other_scores_is_shown(tiny: Path) -> None:
     found = adapt(OnHyperboloid(), tiny).findings[0]
-    assert found.code == "unknown_part" and ".softmax(-1)" in (found.source_line or "")
+    assert found.code == "no_attention" and ".softmax(-1)" in (found.source_line or "")

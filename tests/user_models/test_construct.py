@@ -1654,6 +1654,12 @@ class GPT(Core):
     assert model.sizes[3] == 1 and call.endswith("your code runs with one layer and not with 3")
 
 
+@pytest.mark.parametrize("name", ["vocab_index", "chars", "char2idx", "stoi", "vocab_list"])
+def test_what_is_counted_for_the_vocabulary_has_its_length(tmp_path: Path, name: str) -> None:
+    source = gpt(f", {name}, n_ctx, dim, depth, heads", f"len({name}), n_ctx, dim, depth, heads")
+    assert build(tmp_path, source).sizes == SIZES
+
+
 def test_a_config_class_that_reads_a_file_is_replaced(tmp_path: Path) -> None:
     before = """
 class Config:

@@ -468,6 +468,13 @@ def test_a_library_that_the_model_does_not_need_may_be_missing(tmp_path: Path) -
     )
 
 
+def test_a_folder_that_a_missing_library_writes_to_is_not_imported_for_it(tmp_path: Path) -> None:
+    write(tmp_path / "no_such_logger" / "run" / "debug.log", "")
+    path = write(tmp_path / "gpt.py", f"import no_such_logger\n\nno_such_logger.init()\n{GPT}\n")
+    assert load_target(f"{path}:GPT").__name__ == "GPT"
+    assert "no_such_logger" not in sys.modules
+
+
 def test_classes_of_a_missing_library_may_be_derived_from(tmp_path: Path) -> None:
     derived = "import no_such_hub\n\nclass Data(no_such_hub.DataModule):\n    size = 1\n\n"
     shared = GPT.replace("(nn.Module)", '(nn.Module, no_such_hub.Mixin, library="mine")')

@@ -199,14 +199,16 @@ def test_an_entry_is_missing_only_in_the_config_it_is_read_from(tmp_path: Path) 
 
 
 def test_the_classes_of_a_language_model_are_its_tokens(tmp_path: Path) -> None:
+    """Also if another model of the author's is a classifier."""
     source = KNOWN.replace(
         "def __init__(self, cfg):", "def __init__(self, cfg, internal, num_classes):"
     )
     source = source.replace("nn.Linear(width, cfg.vocab_size,", "nn.Linear(width, num_classes,")
     source = source.replace("nn.Linear(width, 3 * width), nn.Linear(width, width)", "None, None")
     source = source.replace("self.head(x if True else x + 1)", "[self.head(x)]")
-    model, _ = built(tmp_path, source, "internal")
-    assert model.head.out_features == 97
+    for text in (source, source + "\n\nclassifier = dict(num_classes=3)\n"):
+        model, _ = built(tmp_path, text, "internal")
+        assert model.head.out_features == 97
 
 
 def test_a_model_that_runs_with_no_value_is_refused(tmp_path: Path) -> None:

@@ -51,12 +51,10 @@ def survey(
         attention: the lines that compute attention, if none of it is in the graph.
     """
     scores = [node for node in graph.live if size(node)[-2:] == 2 * (graph.shape[1],)]
-    if unknown.code == NO_ATTENTION and (softmax := [n for n in scores if kind(n) in SOFTMAXES]):
-        unknown = UnknownPart(
-            "attention whose scores are no product of queries and keys, or whose probabilities are "
-            "not multiplied with v",
-            sorted(softmax, key=graph.order.__getitem__),
-        )
+    softmax = [node for node in scores if kind(node) in SOFTMAXES]
+    if unknown.code == NO_ATTENTION and softmax and not replaced_by:  # of distances, for example
+        softmax.sort(key=graph.order.__getitem__)
+        unknown = UnknownPart(str(unknown), softmax, unknown.code, unknown.values)
     part = graph.same(unknown.nodes)
     place = source.running(graph, part)
     place = (unknown.code == "batch_first" and source.torch_built(model, part)) or place
