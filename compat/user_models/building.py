@@ -51,11 +51,23 @@ def constructed(
         undo.enter_context(patch.object(os, "_exit", sys.exit))  # which ends without a message
         for cls in lists:
             undo.enter_context(patch.object(cls, "_tied_weights_keys", {}))
+        base: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+        if base is not None:
+            # Version 5 sets it in `post_init`, which constructors for version 4 need not call.
+            undo.enter_context(patch.object(base, "all_tied_weights_keys", {}, create=True))
         model: Any = target(**arguments)
+        for module in getattr(model, "modules", list)() if base is not None else ():
+            if isinstance(module, base) and not hasattr(module, "get_head_mask"):
+                module.get_head_mask = _get_head_mask
     if type(model) in lists and getattr(model.config, "tie_word_embeddings", False):
         with contextlib.suppress(AttributeError, NotImplementedError):
             model.get_output_embeddings().weight = model.get_input_embeddings().weight
     return cast(nn.Module, model)
+
+
+def _get_head_mask(head_mask: Any, num_hidden_layers: int, *args: Any) -> Any:
+    """Return the mask of the heads in each layer, as models of transformers 4 do."""
+    return [None] * num_hidden_layers if head_mask is None else head_mask
 
 
 @contextlib.contextmanager

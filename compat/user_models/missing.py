@@ -238,6 +238,17 @@ def _decorates(caller: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any])
     return one and (library or _line(caller).startswith("@"))
 
 
+def _moved(module: ModuleType, name: str) -> type | None:
+    """Return the class of this name in another module of the same library, if one is loaded.
+
+    An example is Conv1D, which `transformers.modeling_utils` had before version 5.
+    """
+    library = module.__name__.partition(".")[0]
+    others = (other for key, other in sys.modules.items() if key.startswith(f"{library}."))
+    found = (vars(other).get(name) for other in [*others] if isinstance(other, ModuleType))
+    return next((each for each in found if isinstance(each, type)), None)
+
+
 class _Finder:
     """Finds the missing libraries."""
 
@@ -253,7 +264,8 @@ class _Finder:
             return False
         if hasattr(module, name) or module.__name__.partition(".")[0] == "compat":
             return False
-        setattr(module, name, _Missing(name, (), {"library": f"{error.name}.{name}"}))
+        missing = _Missing(name, (), {"library": f"{error.name}.{name}"})
+        setattr(module, name, _moved(module, name) or missing)
         self.added.append((module, name))
         return True
 

@@ -1358,6 +1358,38 @@ class GPT(PreTrainedModel):
     assert type(model)._tied_weights_keys == ["head.weight"]
 
 
+def test_what_transformers_4_had_is_found_and_called(tmp_path: Path) -> None:
+    """Conv1D in another module, `init_weights` without `post_init`, and masks of heads."""
+    source = """
+from transformers import GPT2Config, GPT2PreTrainedModel
+from transformers.modeling_utils import Conv1D
+
+class Decoder(GPT2PreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.h = nn.ModuleList(Conv1D(3, config.n_embd) for _ in range(config.n_layer))
+        self.init_weights()
+
+    def forward(self, x):
+        return [(h(x), m) for h, m in zip(self.h, self.get_head_mask(None, len(self.h)))]
+
+class GPT(GPT2PreTrainedModel):
+    def __init__(self, config: GPT2Config):
+        super().__init__(config)
+        self.wte, self.decoder = nn.Embedding(config.vocab_size, config.n_embd), Decoder(config)
+        self.init_weights()
+
+    def forward(self, ids):
+        return self.decoder(self.wte(ids))
+"""
+    model = build(tmp_path, source)
+    returned = model(torch.zeros(1, 2, dtype=torch.long))
+    assert [(x.shape, mask) for x, mask in returned] == 3 * [((1, 2, 3), None)]
+    modeling = sys.modules["transformers.modeling_utils"]
+    assert not hasattr(modeling, "Conv1D")
+    assert not hasattr(modeling.PreTrainedModel, "all_tied_weights_keys")
+
+
 def test_a_model_of_transformers_without_a_config_class_gets_a_general_config(
     tmp_path: Path,
 ) -> None:
