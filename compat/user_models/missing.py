@@ -75,12 +75,11 @@ def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
                         first = first or error
                         continue
                     name = _missing_submodule(cause)
-                if folder := _folder_of_data(cause):
-                    name = folder
-                elif finder.names and (not name or name in finder.names):
-                    name = _failed_module(cause)
-                if name in sys.modules and name not in finder.names:  # other finders would find it
-                    sys.modules[name] = module_from_spec(finder.spec(name))
+                replaced = _folder_of_data(cause)
+                if not replaced and finder.names and (not name or name in finder.names):
+                    name = replaced = _failed_module(cause)
+                if replaced and replaced not in finder.names:  # other finders would find it
+                    name, sys.modules[replaced] = replaced, module_from_spec(finder.spec(replaced))
                 if not name or name in finder.names:
                     if first is None or isinstance(cause, _UsedError):
                         raise
