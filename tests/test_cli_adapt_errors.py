@@ -86,7 +86,7 @@ def test_an_invalid_model_exits_with_3(
 def test_a_model_that_is_not_a_gpt2_exits_with_1(cli: Cli, tiny: Path) -> None:
     done = cli("adapt", "other.py:MyGPT", "--model", tiny)
     assert done.code == 1 and "✗ mapped 0 of 40 tensors" in done.out
-    assert "multiplies no softmax(q·kᵀ) with v, which is what" in " ".join(done.out.split())
+    assert "so it has no attention and is not a GPT-2" in " ".join(done.out.split())
 
 
 def test_a_constructor_that_raises_exits_with_3(cli: Cli, tiny: Path) -> None:

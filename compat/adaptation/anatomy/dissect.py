@@ -544,8 +544,8 @@ class _Dissection:
                 )
         projections = sorted(index.projections, key=self.graph.order.__getitem__)
         return UnknownPart(
-            "the model multiplies no softmax(q·kᵀ) with v, which is what GPT-2's attention "
-            f"computes. It has {len(projections)} projections",
+            "the model multiplies no softmax(q·kᵀ) with v, so it has no attention and is not a "
+            f"GPT-2. It has {len(projections)} projections",
             projections or [node for node in self.graph.nodes if node in self.graph.live][-1:],
             NO_ATTENTION,
         )

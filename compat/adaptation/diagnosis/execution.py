@@ -261,7 +261,7 @@ CODES.update(
     ),
     no_attention=Code(
         "breaks",
-        "the model multiplies no softmax(q·kᵀ) with v, which is what GPT-2's attention computes",
+        "the model multiplies no softmax(q·kᵀ) with v, so it has no attention and is not a GPT-2",
         "x = x + attn(ln_1(x))",
     ),
     unused_attention=Code(
