@@ -33,7 +33,12 @@ from compat.adaptation.diagnosis.findings import (
 )
 from compat.adaptation.diagnosis.first_block import first_block
 from compat.adaptation.diagnosis.proof import end_to_end
-from compat.adaptation.diagnosis.survey import survey, wrong_mask, wrong_merge
+from compat.adaptation.diagnosis.survey import (
+    softmaxes_of_scores,
+    survey,
+    wrong_mask,
+    wrong_merge,
+)
 from compat.adaptation.inputs import find_call
 from compat.adaptation.mapping.assignments import BatchFirst, names_without_tied_head
 from compat.adaptation.mapping.by_calls import map_by_calls
@@ -48,11 +53,10 @@ from compat.adaptation.tracing.calling import (
     find_signature,
     head_methods,
 )
-from compat.adaptation.tracing.graph import Graph, Place, kind, size
+from compat.adaptation.tracing.graph import Graph, Place
 from compat.adaptation.tracing.record import Untraceable
 from compat.adaptation.tracing.replaced import WithReplaced
 from compat.adaptation.tracing.rewrites import (
-    SOFTMAXES,
     drop_low_rank_terms,
     drop_zero_terms,
     lift_derived_weights,
@@ -292,8 +296,7 @@ def _survey(run: Run, error: UnknownPart) -> Adaptation:
 
 def _unused_attention(run: Run, graph: Graph, error: UnknownPart) -> list[Place]:
     """Return the lines that compute attention, if none of it is in the graph."""
-    of_scores = (n for n in graph.live if size(n)[-2:] == 2 * (run.ids.shape[1],))
-    if error.code != NO_ATTENTION or any(kind(node) in SOFTMAXES for node in of_scores):
+    if error.code != NO_ATTENTION or softmaxes_of_scores(graph):
         return []
     return attention_at(run.model, run.call, run.ids)
 

@@ -134,11 +134,10 @@ def _folder_of_data(error: BaseException) -> str:
     """
     found = re.match(r"module '(\w+)' has no attribute", str(error))
     module = sys.modules.get(found[1]) if found and isinstance(error, AttributeError) else None
-    if module is None or getattr(module, "__file__", None):
+    if module is None or getattr(module, "__file__", None) or not hasattr(module, "__path__"):
         return ""
-    folders = map(Path, getattr(module, "__path__", ()))
-    has_code = any(True for folder in folders for _ in folder.glob("*.py"))
-    return "" if has_code or not hasattr(module, "__path__") else module.__name__
+    has_code = any(True for folder in module.__path__ for _ in Path(folder).glob("*.py"))
+    return "" if has_code else module.__name__
 
 
 def _missing_submodule(error: ImportError) -> str:

@@ -43,8 +43,8 @@ _TORCH = {
     "TransformerEncoderLayer": ["d_model", "nhead", "dim_feedforward"],
     "TransformerDecoderLayer": ["d_model", "nhead", "dim_feedforward"],
 }  # fmt: skip
-# Attributes of these modules are not config entries.
 MOST_MODULES = 1024  # of a project, whose syntax is kept while a model is built many times
+# Attributes of these modules are not config entries.
 LIBRARIES = set("F math nn np numpy os sys torch".split())
 OF_TENSORS = {"T", "H", "mT", "mH", "ndim", "shape", "grad"}  # attributes
 

@@ -50,11 +50,11 @@ def survey(
         replaced_by: the part of GPT-2 with which the rest of the model was examined, if it was.
         attention: the lines that compute attention, if none of it is in the graph.
     """
-    scores = [node for node in graph.live if size(node)[-2:] == 2 * (graph.shape[1],)]
-    softmax = [node for node in scores if kind(node) in SOFTMAXES]
-    if unknown.code == NO_ATTENTION and softmax and not replaced_by:  # of distances, for example
-        softmax.sort(key=graph.order.__getitem__)
-        unknown = UnknownPart(str(unknown), softmax, unknown.code, unknown.values)
+    if unknown.code == NO_ATTENTION and not replaced_by:
+        softmaxes = softmaxes_of_scores(graph)  # of distances, for example
+        unknown = UnknownPart(
+            str(unknown), softmaxes or unknown.nodes, unknown.code, unknown.values
+        )
     part = graph.same(unknown.nodes)
     place = source.running(graph, part)
     place = (unknown.code == "batch_first" and source.torch_built(model, part)) or place
@@ -68,6 +68,12 @@ def survey(
         first = Deviation(None, attention, evidence=observed, code="unused_attention")
     single = _deviations(graph, nodes, model, config)
     return [finding(first), *(finding(replace(each, evidence=evidence)) for each in single)]
+
+
+def softmaxes_of_scores(graph: Graph) -> list[Node]:
+    """Return the softmaxes of values (…, T, T) that depend on the ids, in the order of the code."""
+    scores = [node for node in graph.live if size(node)[-2:] == 2 * (graph.shape[1],)]
+    return sorted((n for n in scores if kind(n) in SOFTMAXES), key=graph.order.__getitem__)
 
 
 def wrong_mask(
