@@ -137,7 +137,8 @@ class LazyModule:
 
     def _lookup(self, name: str) -> Any:
         """Return the module's `__getattr__`."""
-        definition = re.compile(rf"^(class|def)\s+{name}\b|^{name}\s*=", re.MULTILINE)
+        escaped = re.escape(name)  # "*" is the name of a star import
+        definition = re.compile(rf"^(class|def)\s+{escaped}\b|^{escaped}\s*=", re.MULTILINE)
         with translated(f"{self.module.__file__} cannot be executed"):
             if any(name in statement.binds for statement in self.statements):
                 self._execute(name)

@@ -545,6 +545,11 @@ def _chosen(
     """Return the function or class of that name, or the likeliest one."""
     classes = _model_classes(module, body)
     known = list(classes)
+    if name is None and not classes and not _functions(body, "make_model"):
+        for source, models in _imported_models(module, body):
+            chosen = _root(models, ast.parse(read_source(_file(source))).body, place, notes)
+            notes.append(f"{place} defines no model. {chosen}, which it imports, was selected")
+            return cast(Model, getattr(source, chosen))
     if name is None:
         name = "make_model" if _functions(body, "make_model") else _sequential(classes, body)
         name = name or _root(classes, body, place, notes)
@@ -587,6 +592,28 @@ def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, as
             if issubclass(value, nn.Module) if isinstance(value, type) else named:
                 found[node.name] = node
     return found
+
+
+def _imported_models(
+    module: ModuleType, body: Sequence[ast.stmt]
+) -> Iterator[tuple[ModuleType, dict[str, ast.ClassDef]]]:
+    """Yield the modules of the user's from which a file imports language models, with these."""
+    imports = [node for node in _with_blocks(body) if isinstance(node, ast.ImportFrom)]
+    names = {alias.asname or alias.name for node in imports for alias in node.names}
+    values = [getattr(module, name, None) for name in sorted(names)]
+    values += vars(module).values() if "*" in names else ()  # of a star import, now executed
+    models = [v for v in values if isinstance(v, type) and issubclass(v, nn.Module)]
+    for source in dict.fromkeys(sys.modules[model.__module__] for model in models):
+        if is_users(getattr(source, "__file__", None) or "<built-in>"):
+            own = _model_classes(source, ast.parse(read_source(_file(source))).body)
+            imported_names = {model.__name__ for model in models}
+            whole = [name for name in _whole(own, own) if name in imported_names]
+            if whole:
+                yield source, {name: own[name] for name in whole}
+
+
+def _file(module: ModuleType) -> Path:
+    return Path(str(module.__file__))
 
 
 def _with_blocks(body: Sequence[ast.AST]) -> Iterator[ast.AST]:

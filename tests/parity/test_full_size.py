@@ -99,7 +99,8 @@ def test_a_mistake_is_found_at_full_width(shallow: Path, few_ids: Tensor) -> Non
 def test_half_precision_has_parity(
     shallow: Path, few_ids: Tensor, dialect: str, dtype: torch.dtype
 ) -> None:
-    report = check_parity(dialect, shallow, input_ids=few_ids, dtype=dtype)
+    # Some processors have no products of half precision, and take a second for one forward pass.
+    report = check_parity(dialect, shallow, input_ids=few_ids[:1, :64], dtype=dtype)
     assert report.passed and report.calibrated, report.headline
     assert report.smallest_detectable < 1e-4
 

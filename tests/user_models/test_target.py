@@ -777,6 +777,22 @@ def test_the_default_is_the_class_that_no_other_class_uses(tmp_path: Path) -> No
     assert load_target(f"{notebook(tmp_path, GPT)}:").__name__ == "GPT"
 
 
+@pytest.mark.parametrize("names", ["Block, Imported", "*"])
+@pytest.mark.parametrize("training", ["", "for step in range(10): train()\n"])
+def test_a_model_that_a_script_imports_is_the_default(
+    tmp_path: Path, names: str, training: str
+) -> None:
+    source = f"{GPT}class Block(nn.Module): pass\n"
+    source += "class Imported(nn.Module):\n    def __init__(self, vocab):\n        x = Block()\n"
+    write(tmp_path / "own_imported.py", source)
+    path = write(tmp_path / "own_train.py", f"from own_imported import {names}\n{training}")
+    notes: list[str] = []
+    assert load_target(str(path), notes).__name__ == "Imported"
+    assert notes == [f"{path} defines no model. Imported, which it imports, was selected"]
+    write(tmp_path / "own_imported.py", "from torch import nn\nclass Block(nn.Module): pass\n")
+    check_refused(str(write(path, "from own_imported import *")), "defines no nn.Module class")
+
+
 def test_a_head_that_takes_the_model_is_the_default(tmp_path: Path) -> None:
     source = f"""{GPT}
 class GPTLMHead(nn.Module):
