@@ -24,6 +24,8 @@ from compat.config import GPT2Config
 from compat.errors import AdaptError
 from compat.parity.check import random_ids
 from compat.user_models.accelerators import needs_a_device
+from compat.user_models.target import finding_modules
+from compat.user_models.usage import users_folders
 
 # The number of logits up to which a model is called on as many sequences as it expects.
 MOST_LOGITS = 500_000_000
@@ -34,6 +36,7 @@ def find_call(
 ) -> tuple[CallSignature, Tensor]:
     """Return how to call the model, and on which ids.
 
+    Imports in its methods find the modules of its project, and these are kept for later calls.
     If these ids fail, the model is called on full length, on ids below 16 that every table has,
     also of full length, on a length that the error names, on ids with one more at the end if the
     model returns logits for all but the last, on 32-bit ids, on ids that are floating-point
@@ -44,6 +47,13 @@ def find_call(
     Raises:
         AdaptError: none of them works.
     """
+    with finding_modules(users_folders(type(model))):
+        return _find_call(model, checkpoint, ids)
+
+
+def _find_call(
+    model: nn.Module, checkpoint: Checkpoint, ids: Tensor
+) -> tuple[CallSignature, Tensor]:
     try:
         return find_signature(model, ids), ids
     except AdaptError as error:

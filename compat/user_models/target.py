@@ -67,6 +67,7 @@ OTHER_MODELS = re.compile(
 # Names of an argument that is a model.
 MODEL = re.compile(r"(.*(model|gpt|transformer|decoder)|net(work)?|lm|llm|backbone|module)")
 INIT = "__init__"
+PYTHON = (".py", "/*.py")  # after the name of a module or a package
 DOWNLOADS = re.compile(rb"\.from_pretrained\(|\bload_dataset\(|\b(hf_hub|snapshot)_download\(")
 
 
@@ -205,29 +206,39 @@ def _from_file(path: Path, choose: Callable[[ModuleType, Sequence[ast.stmt]], Fo
     deferred = _DeferredFinder()
 
     def execute(lazily: bool, folders: list[Path] = folders) -> Found:
-        """Execute the file, and once more for each module of its project that fails."""
+        """Execute the file, and once more for each module of its project that fails.
 
-        def despite_failing_modules() -> Found:
+        Modules that methods import are imported before, so that those that fail are known.
+        """
+
+        def despite_failing_modules(inner: Sequence[str]) -> Found:
             while True:
                 try:
-                    return execute_once(lazily, folders)
+                    return execute_once(lazily, folders, inner)
                 except (Exception, SystemExit) as error:
                     if not deferred.defers(error, path):
                         raise
 
-        return despite_missing_libraries(despite_failing_modules)
+        inner = _imported_in_methods(tree, folders)
+        if inner:
+            with contextlib.suppress(Exception):  # of a module that the model may not need
+                return despite_missing_libraries(partial(despite_failing_modules, inner))
+        return despite_missing_libraries(partial(despite_failing_modules, ()))
 
-    def execute_once(lazily: bool, folders: list[Path]) -> Found:
+    def execute_once(lazily: bool, folders: list[Path], inner: Sequence[str]) -> Found:
         name = ".".join([*parts, unique])
         lazy = LazyModule(name, path) if lazily else None
         module = lazy.module if lazy else ModuleType(name)
         module.__file__, module.__package__ = str(path), ".".join(parts)
         with _importing(module, folders, deferred):
-            if lazy:
-                return choose(module, [s.node for s in lazy.statements])
+            if lazy is None:
+                with limited_time():
+                    exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
+            found = choose(module, [s.node for s in lazy.statements] if lazy else tree.body)
             with limited_time():
-                exec(compile(tree, str(path), "exec", dont_inherit=True), vars(module))
-            return choose(module, tree.body)
+                for imported_name in inner:
+                    importlib.import_module(imported_name, module.__package__)
+            return found
 
     def in_package() -> Found:
         """Import the file as other modules would: under its own name, after its package.
@@ -269,6 +280,20 @@ def _from_file(path: Path, choose: Callable[[ModuleType, Sequence[ast.stmt]], Fo
         with contextlib.suppress(Exception):
             return despite_missing_libraries(in_package)
         raise error
+
+
+def _imported_in_methods(tree: ast.Module, folders: list[Path]) -> list[str]:
+    """Return the modules in the folders that methods of classes import, with dots if relative."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    methods = [node for cls in classes for node in _functions(cls.body)]
+    nodes = [node for method in methods for node in ast.walk(method)]
+    names = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
+    names += ["." * n.level + (n.module or "") for n in nodes if isinstance(n, ast.ImportFrom)]
+    tops = {name: name.partition(".")[0] for name in dict.fromkeys(names) if name.strip(".")}
+    return [
+        name for name, top in tops.items()
+        if not top or any(any(folder.glob(f"{top}{end}")) for folder in folders for end in PYTHON)
+    ]  # fmt: skip
 
 
 def _is_library(name: str, folder: Path) -> bool:

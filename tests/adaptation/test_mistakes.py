@@ -1357,8 +1357,11 @@ def test_the_activation_of_an_mlp_with_three_projections_is_named(
          "        self.down = nn"),
         (GELU, "F.relu(self.more(self.up(x)))"),
     ]  # fmt: skip
-    found = {f.code for f in adapted(tiny, tmp_path, edits).deviations}
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = {f.code for f in adaptation.deviations}
     assert found == {"extra_projection", "random_parameters", "relu"}
+    extra = only_finding(adaptation, "extra_projection")
+    assert "between the first and the last projection of the MLP" in extra.message
 
 
 def test_an_mlp_inside_attentions_branch_is_not_the_blocks(tiny: Path, tmp_path: Path) -> None:
@@ -1374,6 +1377,35 @@ def test_an_mlp_inside_attentions_branch_is_not_the_blocks(tiny: Path, tmp_path:
     assert {f.code for f in adaptation.deviations} == {"extra_projection", "random_parameters"}
     assert not adaptation.unmatched
     assert "3 projections run here" in only_finding(adaptation, "extra_projection").message
+
+
+def test_the_parameters_of_a_low_rank_term_are_not_unused(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("        self.down = nn", "        self.a = nn.Parameter(torch.randn(dim, 2))\n"
+         "        self.b = nn.Parameter(torch.randn(2, 4 * dim))\n        self.down = nn"),
+        (GELU, GELU.replace("self.up(x)", "self.up(x) + x @ self.a @ self.b * 0.5")),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.findings} <= {"low_rank_term", "train_mode", "untied_head"}
+    assert only_finding(adaptation, "low_rank_term").severity == "breaks"
+
+
+def test_a_method_of_another_file_imports_modules_of_the_project(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """`adapt` calls the model with its project on the import path."""
+    (tmp_path / "own_scale.py").write_text("ONE = 1.0\n")
+    text = (Path(__file__).parents[2] / "scripts/my_gpt.py").read_text()
+    body = "    def forward(self, x: Tensor) -> Tensor:\n"
+    assert body in text
+    (tmp_path / "own_blocks.py").write_text(
+        text.replace(body, f"{body}        from own_scale import ONE\n        x = x * ONE\n")
+    )
+    (tmp_path / "own_model.py").write_text(
+        "from own_blocks import MyGPT\n\nclass GPT(MyGPT):\n    pass\n"
+    )
+    adaptation = Target(f"{tmp_path / 'own_model.py'}:GPT").adapt(open_checkpoint(tiny), {})
+    assert {finding.code for finding in adaptation.deviations} == {"erf_gelu"}
 
 
 def test_an_adapter_after_the_mlp_is_named(tiny: Path, tmp_path: Path) -> None:
@@ -3360,15 +3392,18 @@ def test_the_lines_of_both_branches_without_a_norm_are_shown(tiny: Path, tmp_pat
     assert [text[number - 1].strip() for number in numbers] == ["x = self.att(x)", "x = self.ff(x)"]
 
 
-def test_a_method_that_makes_logits_of_hidden_states_is_called(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["project", "hidden_state_to_token"])
+def test_a_method_that_makes_logits_of_hidden_states_is_called(
+    tiny: Path, tmp_path: Path, name: str
+) -> None:
     """Another method of the model may be of another width, or may not take hidden states."""
     methods = "return x\n\n    def generate(self, ids, steps):\n        return ids\n\n"
     methods += "    def value_head(self, x):\n        return x[..., :1]\n\n"
-    methods += "    def project(self, x):\n        return self.head(x)"
+    methods += f"    def {name}(self, x):\n        return self.head(x)"
     adaptation = adapted(tiny, tmp_path, [("return self.head(x)", methods)])
     assert adaptation
     found = only_finding(adaptation, "logits_method")
-    assert found.fix == "logits = self.project(self.forward(ids))" and found.severity == "info"
+    assert found.fix == f"logits = self.{name}(self.forward(ids))" and found.severity == "info"
     wrong = [("return self.head(x)", methods.replace("self.head(x)", "-self.head(x)"))]
     assert not adapted(tiny, tmp_path, wrong)
 

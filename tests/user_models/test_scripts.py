@@ -238,6 +238,27 @@ def test_a_project_may_read_its_own_version(tmp_path: Path) -> None:
     assert vars(load_target(f"{package / 'model.py'}:GPT"))["size"] == 7
 
 
+def test_a_module_that_a_method_imports_may_fail(tmp_path: Path) -> None:
+    """It reads a version, and imports a missing library, as those at the top of a file do."""
+    package = tmp_path / "own_lazy"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from importlib.metadata import version\n__version__ = version('no-such-project')\n"
+    )
+    (package / "layers.py").write_text("import no_such_library\nSIZE = 7\n")
+    imports = "from own_lazy.layers import SIZE"
+    (package / "model.py").write_text(
+        "from torch import nn\n\nclass GPT(nn.Module):\n    def size(self):\n"
+        f"        {imports}\n        import own_lazy.training\n        return SIZE\n"
+    )
+    (package / "training.py").write_text("")
+    model = f"{package / 'model.py'}:GPT"
+    assert vars(load_target(model))["size"](None) == 7
+    (package / "training.py").write_text("no such Python")  # which the model may not need
+    (package / "layers.py").write_text("SIZE = 7\n")
+    assert load_target(model).__name__ == "GPT"
+
+
 PARTS = """
 from torch import nn
 

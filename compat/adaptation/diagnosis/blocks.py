@@ -275,25 +275,32 @@ def _product_before(context: DiagnosisContext, layer: Layer) -> Node:
 
 
 @deviation(
-    "{found} here, but GPT-2 has no projection here",
+    "{found}, but GPT-2 has no projection here",
     "Remove it. GPT-2 adds the result of {branch} to the residual stream and continues with "
     "{next}.",
 )
 def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
+    order = context.graph.order
     for i, layer in context.layers:
         mlp = layer.unknown or [n for n in (layer.fc, layer.mlp_proj) if n is not None]
         if layer.extra and len(mlp) > 1:
             n = len(layer.extra)
             place = source.calling(context.graph, context.model, layer.extra[0], mlp[-1])
-            values = {"found": f"{n} projection{'s' * (n > 1)} run{'s' * (n == 1)}"}
+            found = f"{n} projection{'s' * (n > 1)} run{'s' * (n == 1)} "
             last = i == len(context.layers) - 1
-            if context.graph.order[layer.extra[0]] < context.graph.order[mlp[0]]:
+            tap = "ln_f" if last else f"h.{i + 1}.ln_1"
+            after = {"branch": "the MLP", "next": "the next block, or with ln_f"}
+            if order[layer.extra[0]] < order[mlp[0]]:
+                found += "here"
                 tap, after = f"h.{i}.attn", {"branch": "attention", "next": "the MLP"}
                 place = source.running(context.graph, layer.extra[:1]) or place
+            elif order[layer.extra[-1]] < order[mlp[-1]]:
+                found += "between the first and the last projection of the MLP"
+                tap = f"h.{i}.act"
+                place = source.running(context.graph, layer.extra[:1]) or place
             else:
-                after = {"branch": "the MLP", "next": "the next block, or with ln_f"}
-                tap = "ln_f" if last else f"h.{i + 1}.ln_1"
-            yield Deviation(tap, [place], values | after)
+                found += "here"
+            yield Deviation(tap, [place], {"found": found} | after)
             return
 
 
@@ -306,7 +313,11 @@ def projected_embedding(context: DiagnosisContext) -> Iterator[Deviation]:
             "a projection is applied to the embeddings before the first block, but GPT-2's first "
             "block reads the sum of wte and wpe"
         )
-        values = {"found": "a projection", "branch": "the embeddings", "next": "the first block"}
+        values = {
+            "found": "a projection runs here",
+            "branch": "the embeddings",
+            "next": "the first block",
+        }
         place = source.running(context.graph, leading)
         yield Deviation("embed", [place], values, message=message)
 

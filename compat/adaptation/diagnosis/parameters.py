@@ -700,7 +700,7 @@ def without_source(context: DiagnosisContext) -> Iterator[Deviation]:
         known |= {a for node in factors for a in node.all_input_nodes if a in graph.names}
     for ends, starts in _parts_with_findings(context):
         known |= {*graph.parameters_between(ends, starts)}
-    known |= later_tables(context)  # unexplained
+    known = known.union(later_tables(context), *graph.low_rank.values())
     neutral: set[str] = set()  # by the names of parameters without effect
     if not context.anatomy.leading and "h.0.ln_1" in context.places.named:
         norm = context.places.named["h.0.ln_1"]

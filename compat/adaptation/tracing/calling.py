@@ -43,7 +43,9 @@ TARGETS = ("targets", "target", "labels", "label", "y")
 # Names of methods that may compute what `forward` computes, or a part of it.
 FORWARD_PARTS = re.compile(r"encode|decode|embed|project|head|logits|hidden|backbone|generator")
 LOGITS = re.compile(r"^(get_|lm_|compute_)?logits$")  # names of methods that return logits
-HEADS = re.compile(r"^(project|unembed|generator?|lm_head|(to_)?logits)|_head$|_logits$")
+HEADS = re.compile(
+    r"^(project|unembed|generator?|lm_head|(to_)?logits|hidden_states?_to_token)|_head$|_logits$"
+)
 # Names of methods that make the masks and KV caches of a model, such as `setup_caches`, names of
 # these caches, and the number to whose multiple such methods round the length of the masks up.
 SETUP = re.compile(r"^(setup|set_up|init|initialize|allocate|build|create|make)_\w*(cache|mask)")

@@ -143,7 +143,7 @@ class Graph:
         example: the ids with which it was traced.
         derived: placeholders of weights that the model computes from its parameters.
         written: the lines that write to parameters, by the parameters' names.
-        low_rank: the terms that `drop_low_rank_terms` removed.
+        low_rank: the terms that `drop_low_rank_terms` removed, and their parameters.
         exits: the lines that read values of tensors in Python.
     """
 
@@ -158,7 +158,7 @@ class Graph:
     example: Tensor
     derived: dict[Node, Derived] = field(default_factory=dict)
     written: dict[str, Place] = field(default_factory=dict)
-    low_rank: list[Node] = field(default_factory=list)
+    low_rank: dict[Node, set[Node]] = field(default_factory=dict)
     exits: list[Place] = field(default_factory=list)
 
     @cached_property

@@ -216,19 +216,22 @@ def _attends(graph: Graph, branch: Node, x: Node) -> bool:
 def drop_low_rank_terms(graph: Graph, node: Node) -> bool:
     """Remove low-rank terms such as LoRA's: a projection to a few channels, followed by another.
 
-    They are listed in `graph.low_rank`.
+    They are listed in `graph.low_rank`, with their parameters.
     """
     if node in graph.live and kind(node) == "add" and len(node.all_input_nodes) == 2:
         for kept, term in _orders(node):
-            if _rank(graph, term) and not _rank(graph, kept) and size(kept) == size(node):
-                graph.low_rank.append(term)
+            start = _low_rank_input(graph, term)
+            if start is None or size(kept) != size(node):
+                continue
+            if _low_rank_input(graph, kept) is None:
+                graph.low_rank[term] = {*graph.parameters_between([term], [start])}
                 _replace(graph, node, kept)
                 return True
     return False
 
 
-def _rank(graph: Graph, term: Node) -> int:
-    """Return the number of channels between a low-rank term's projections; 0 for other terms."""
+def _low_rank_input(graph: Graph, term: Node) -> Node | None:
+    """Return the input of the two projections of a low-rank term; None for other terms."""
     widths: list[int] = []
     node = term
     for _ in range(12):
@@ -239,14 +242,14 @@ def _rank(graph: Graph, term: Node) -> int:
         elif kind(node) in MOVES | {"mul", "div", "getitem"}:
             live = live_inputs(graph, node)
             if len(live) != 1:
-                return 0
+                return None
             node = live[0]
         else:
             break
         if len(widths) == 2:
             narrow, wide = widths
-            return narrow if 2 * narrow <= min(wide, size(term)[-1]) else 0
-    return 0
+            return node if 2 * narrow <= min(wide, size(term)[-1]) else None
+    return None
 
 
 @_at_every_node
