@@ -175,15 +175,22 @@ def _names_read(tree: ast.Module) -> frozenset[tuple[type[ast.expr], str, str]]:
 
 def _undefined(module: ModuleType, config: GPT2Config) -> dict[str, Any]:
     """Return values for the sizes that the methods of a module's classes read as globals."""
-    stack = [f.__code__ for f in _functions(module) if "." in f.__qualname__]
-    read: dict[str, None] = {}
-    for code in stack:  # grows
-        stack += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        globals_ = (i for i in dis.get_instructions(code) if i.opname == _GLOBAL)
-        read |= {str(i.argval): None for i in globals_ if "NULL" not in i.argrepr}  # not called
+    methods = (f.__code__ for f in _functions(module) if "." in f.__qualname__)
+    read = dict.fromkeys(name for code in methods for name in _globals_read(code))
     names = [n for n in read if n not in vars(module) and not hasattr(builtins, n)]
-    roles = {n: role_of_number(n, [*names, *vars(module)]) for n in names}
+    among = frozenset([*names, *vars(module)])
+    roles = {n: role_of_number(n, among) for n in names}
     return {n: value_of(role, config) for n, role in roles.items() if role}
+
+
+@lru_cache(maxsize=4096)
+def _globals_read(code: CodeType) -> tuple[str, ...]:
+    """Return the global names that a function and those inside it read, without calling them."""
+    reads = (i for i in dis.get_instructions(code) if i.opname == _GLOBAL)
+    names = [str(i.argval) for i in reads if "NULL" not in i.argrepr]
+    for inner in code.co_consts:
+        names += _globals_read(inner) if isinstance(inner, CodeType) else ()
+    return tuple(names)
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:

@@ -224,9 +224,14 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
             them stands for the width of the residual stream, and otherwise this width itself. A
             letter has no role that a longer name has.
     """
+    return _role_among(name, frozenset(among))
+
+
+@lru_cache(maxsize=4096)  # the same few names are tried again in every trial of arguments
+def _role_among(name: str, among: frozenset[str]) -> str | None:
     short = plain(name)
     if (prefix := _PREFIX.match(name)) and _only_role(short) is None:
-        return role_of(name[prefix.end() :], among)
+        return _role_among(name[prefix.end() :], among)
     if _INPUT.fullmatch(short):
         roles = {role_of(other) for other in among if not _INPUT.fullmatch(plain(other))}
         return "vocab_size" if "n_embd" in roles and "vocab_size" not in roles else "n_embd"
@@ -234,7 +239,7 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
         others = [other for other in among if not _WINDOW.fullmatch(plain(other))]
         if any(role_of(other) == "n_positions" for other in others):
             return None
-    if _GROUPS.fullmatch(short) and any("kv" in plain(o) and role_of(o) for o in {*among} - {name}):
+    if _GROUPS.fullmatch(short) and any("kv" in plain(o) and role_of(o) for o in among - {name}):
         return "one"
     if part := _HEAD_PARTS.fullmatch(short):
         matches = map(_HEAD_PARTS.fullmatch, map(plain, among))
@@ -263,7 +268,7 @@ def size_role(name: str, among: Collection[str] = ()) -> str | None:
     return role if role in SIZES else None
 
 
-@lru_cache(maxsize=4096)  # the same few names are tried again in every trial of arguments
+@lru_cache(maxsize=4096)
 def _only_role(short: str) -> str | None:
     """Return the role of a plain name that has at most one."""
     if (negated := _NEGATED.fullmatch(short)) and (role := _only_role(negated[1])) in _OPPOSITES:
@@ -298,7 +303,8 @@ def is_config_name(name: str) -> bool:
 
 def takes_sizes(names: Collection[str]) -> bool:
     """Return whether parameters of these names are the sizes of a model, and not its config."""
-    return sum(role_of(name, names) in SIZES for name in names) > 1
+    among = frozenset(names)
+    return sum(role_of(name, among) in SIZES for name in names) > 1
 
 
 def meanings(name: str) -> tuple[str, ...]:

@@ -226,8 +226,9 @@ def init_source(cls: Callable[..., Any]) -> str:
 
 def modules_text(cls: Callable[..., Any]) -> str:
     """Return the code of the class's modules, without comments and docstrings."""
-    linecache.checkcache()
     files = [str(module.__file__) for module in user_modules(cls)]
+    for file in files:
+        linecache.checkcache(file)
     return "\n".join(_code("".join(linecache.getlines(file))) for file in files)
 
 
