@@ -1364,6 +1364,16 @@ def test_the_activation_of_an_mlp_with_three_projections_is_named(
     assert "between the first and the last projection of the MLP" in extra.message
 
 
+def test_an_activation_that_cannot_be_measured_breaks_parity(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("        self.down = nn", "        self.more = nn.Linear(4 * dim, 8 * dim)\n"
+         "        self.down = nn"),
+        (GELU, "(lambda x, y: F.silu(x) + y)(*self.more(self.up(x)).chunk(2, -1))"),
+    ]  # fmt: skip
+    found = only_finding(adapted(tiny, tmp_path, edits), "other_activation")
+    assert found.severity == "breaks" and "a function that compat does not know" in found.message
+
+
 def test_an_mlp_inside_attentions_branch_is_not_the_blocks(tiny: Path, tmp_path: Path) -> None:
     """The block's own MLP, its norm and its residual connection are those of GPT-2."""
     edits = [

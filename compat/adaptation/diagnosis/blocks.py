@@ -92,9 +92,9 @@ def _other_activations(context: DiagnosisContext) -> Iterator[Deviation]:
             fix = tanh_gelu(lines[0])
         values = {"found": name, "expected": expected, "fix": fix}
         functions = {i: a.function for i, a in layers.items() if a.function is not None}
-        tap, changes = f"h.{first}.act", Changes(activation=functions)
+        changes = Changes(activation=functions) if len(functions) == len(layers) else None
         code = activation_code(name, expected)
-        yield Deviation(tap, lines, values, changes, layers=list(layers), code=code)
+        yield Deviation(f"h.{first}.act", lines, values, changes, layers=list(layers), code=code)
 
 
 def _activation_line(context: DiagnosisContext, i: int) -> Place | None:
