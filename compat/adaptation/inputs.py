@@ -36,7 +36,9 @@ def find_call(
 ) -> tuple[CallSignature, Tensor]:
     """Return how to call the model, and on which ids.
 
-    Imports in its methods find the modules of its project, and these are kept for later calls.
+    If a method imports a module that is not found, the call is repeated with the folders of its
+    project on the import path. The module is kept, so that later calls find it.
+
     If these ids fail, the model is called on full length, on ids below 16 that every table has,
     also of full length, on a length that the error names, on ids with one more at the end if the
     model returns logits for all but the last, on 32-bit ids, on ids that are floating-point
@@ -47,6 +49,11 @@ def find_call(
     Raises:
         AdaptError: none of them works.
     """
+    try:
+        return _find_call(model, checkpoint, ids)
+    except AdaptError as error:
+        if not isinstance(error.__cause__, ModuleNotFoundError):
+            raise
     with finding_modules(users_folders(type(model))):
         return _find_call(model, checkpoint, ids)
 
