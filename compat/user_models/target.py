@@ -221,7 +221,7 @@ def _from_file(path: Path, choose: Callable[[ModuleType, Sequence[ast.stmt]], Fo
 
         inner = _imported_in_methods(tree, folders)
         if inner:
-            with contextlib.suppress(Exception):  # of a module that the model may not need
+            with contextlib.suppress(Exception, SystemExit):  # of one that the model may not need
                 return despite_missing_libraries(partial(despite_failing_modules, inner))
         return despite_missing_libraries(partial(despite_failing_modules, ()))
 
@@ -571,10 +571,9 @@ def _chosen(
     classes = _model_classes(module, body)
     known = list(classes)
     if name is None and not classes and not _functions(body, "make_model"):
-        for source, models in _imported_models(module, body):
-            chosen = _root(models, ast.parse(read_source(_file(source))).body, place, notes)
-            notes.append(f"{place} defines no model. {chosen}, which it imports, was selected")
-            return cast(Model, getattr(source, chosen))
+        imported_model = _imported_model(module, body, place, notes)
+        if imported_model is not None:
+            return imported_model
     if name is None:
         name = "make_model" if _functions(body, "make_model") else _sequential(classes, body)
         name = name or _root(classes, body, place, notes)
@@ -619,26 +618,26 @@ def _model_classes(module: ModuleType, body: Sequence[ast.stmt]) -> dict[str, as
     return found
 
 
-def _imported_models(
-    module: ModuleType, body: Sequence[ast.stmt]
-) -> Iterator[tuple[ModuleType, dict[str, ast.ClassDef]]]:
-    """Yield the modules of the user's from which a file imports language models, with these."""
+def _imported_model(
+    module: ModuleType, body: Sequence[ast.stmt], place: str, notes: list[str]
+) -> Model | None:
+    """Return the language model that a file imports from another one of the user's, if it does."""
     imports = [node for node in _with_blocks(body) if isinstance(node, ast.ImportFrom)]
     names = {alias.asname or alias.name for node in imports for alias in node.names}
     values = [getattr(module, name, None) for name in sorted(names)]
     values += vars(module).values() if "*" in names else ()  # of a star import, now executed
     models = [v for v in values if isinstance(v, type) and issubclass(v, nn.Module)]
+    imported_names = {model.__name__ for model in models}
     for source in dict.fromkeys(sys.modules[model.__module__] for model in models):
-        if is_users(getattr(source, "__file__", None) or "<built-in>"):
-            own = _model_classes(source, ast.parse(read_source(_file(source))).body)
-            imported_names = {model.__name__ for model in models}
-            whole = [name for name in _whole(own, own) if name in imported_names]
-            if whole:
-                yield source, {name: own[name] for name in whole}
-
-
-def _file(module: ModuleType) -> Path:
-    return Path(str(module.__file__))
+        file = getattr(source, "__file__", None) or "<built-in>"
+        if is_users(file):
+            tree = python_tree(Path(file))
+            own = _model_classes(source, tree.body)
+            if whole := [name for name in _whole(own, own) if name in imported_names]:
+                chosen = _root({name: own[name] for name in whole}, tree.body, place, notes)
+                notes.append(f"{place} defines no model. {chosen}, which it imports, was selected")
+                return cast(Model, getattr(source, chosen))
+    return None
 
 
 def _with_blocks(body: Sequence[ast.AST]) -> Iterator[ast.AST]:

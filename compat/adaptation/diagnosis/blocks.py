@@ -285,21 +285,18 @@ def extra_projection(context: DiagnosisContext) -> Iterator[Deviation]:
         mlp = layer.unknown or [n for n in (layer.fc, layer.mlp_proj) if n is not None]
         if layer.extra and len(mlp) > 1:
             n = len(layer.extra)
-            place = source.calling(context.graph, context.model, layer.extra[0], mlp[-1])
-            found = f"{n} projection{'s' * (n > 1)} run{'s' * (n == 1)} "
-            last = i == len(context.layers) - 1
-            tap = "ln_f" if last else f"h.{i + 1}.ln_1"
-            after = {"branch": "the MLP", "next": "the next block, or with ln_f"}
+            place = source.running(context.graph, layer.extra[:1])
+            where, after = "here", {"branch": "the MLP", "next": "the next block, or with ln_f"}
             if order[layer.extra[0]] < order[mlp[0]]:
-                found += "here"
                 tap, after = f"h.{i}.attn", {"branch": "attention", "next": "the MLP"}
-                place = source.running(context.graph, layer.extra[:1]) or place
             elif order[layer.extra[-1]] < order[mlp[-1]]:
-                found += "between the first and the last projection of the MLP"
+                where = "between the first and the last projection of the MLP"
                 tap = f"h.{i}.act"
-                place = source.running(context.graph, layer.extra[:1]) or place
             else:
-                found += "here"
+                tap = "ln_f" if i == len(context.layers) - 1 else f"h.{i + 1}.ln_1"
+                place = None
+            place = place or source.calling(context.graph, context.model, layer.extra[0], mlp[-1])
+            found = f"{n} projection{'s' * (n > 1)} run{'s' * (n == 1)} {where}"
             yield Deviation(tap, [place], {"found": found} | after)
             return
 
