@@ -40,11 +40,11 @@ def find_call(
     project on the import path. The module is kept, so that later calls find it.
 
     If these ids fail, the model is called on full length, on ids below 16 that every table has,
-    also of full length, on a length that the error names, on ids with one more at the end if the
-    model returns logits for all but the last, on 32-bit ids, on ids that are floating-point
-    numbers, on one-hot vectors, on ids (T, B) if it then returns logits (B, V), after a method of
-    its own that makes masks, on one sequence without the axis of the batch, and on the numbers of
-    sequences that it may expect, also of full length.
+    also of full length, on a length that the error names or the model's masks have, on ids with
+    one more at the end if the model returns logits for all but the last, on 32-bit ids, on ids that
+    are floating-point numbers, on one-hot vectors, on ids (T, B) if it then returns logits (B, V),
+    after a method of its own that makes masks, on one sequence without the axis of the batch, and
+    on the numbers of sequences that it may expect, also of these lengths.
 
     Raises:
         AdaptError: none of them works.
@@ -111,11 +111,12 @@ def _other_inputs(
     for each in (full_length, ids % few, full_length % few):
         yield each, plain
     mismatches = re.findall(r"size of tensor \w \((\d+)\)|\bsize (\d+)\b", str(error))
-    lengths = dict.fromkeys(int(number) for pair in mismatches for number in pair if number)
+    named = {int(number) for pair in mismatches for number in pair if number}
     # A length that another axis has, such as 2 · n_head, comes last.
-    for length in sorted(lengths, key=_sizes(config).__contains__):
-        if 3 < length < config.n_positions:
-            yield random_ids(checkpoint, 0, 2, length), plain
+    candidates = [*sorted(named, key=_sizes(config).__contains__), *_lengths_of(model)]
+    lengths = [n for n in dict.fromkeys(candidates) if 3 < n < config.n_positions]
+    for length in lengths:
+        yield random_ids(checkpoint, 0, 2, length), plain
     B, T = ids.shape
     # Such a model may compute the loss itself, and return it without the logits.
     if re.search(rf"returned (\[{B}, {T - 1}, |\[\](, \[\])* for)", str(error)):
@@ -133,8 +134,14 @@ def _other_inputs(
     for rows in batch_sizes(model):
         if rows * config.n_positions * config.vocab_size < MOST_LOGITS:
             full_length = random_ids(checkpoint, 0, rows, config.n_positions)
-            for each in (full_length[:, : ids.shape[1]], full_length):
-                yield each, CallSignature(rows=rows)
+            for length in (ids.shape[1], config.n_positions, *lengths):
+                yield full_length[:, :length], CallSignature(rows=rows)
+
+
+def _lengths_of(model: nn.Module) -> list[int]:
+    """Return the sizes of the model's square masks, which may be the only length that it takes."""
+    shapes = [tuple(buffer.shape[-2:]) for buffer in model.buffers() if buffer.ndim > 1]
+    return [rows for rows, columns in dict.fromkeys(shapes) if rows == columns]
 
 
 def _sizes(config: GPT2Config) -> set[int]:

@@ -493,6 +493,17 @@ class FixedLength(GPT):
         return self.logits(ids + torch.zeros(20, dtype=torch.long))
 
 
+class LengthOfItsMask(GPT):
+    """Accepts exactly one sequence, of the length of its mask, which the error does not name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(20, 20).tril())
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.logits(ids.view(1, 20))
+
+
 class EmptyLength(GPT):
     """Refuses every sequence with an error that names a length of 0."""
 
@@ -974,8 +985,9 @@ def test_the_shape_of_the_logits_is_reported(
     assert line in (found.source_line or "")
 
 
-def test_the_only_length_that_a_model_accepts_is_reported(tiny: Path) -> None:
-    adaptation = adapt(noisy_model(FixedLength), tiny)
+@pytest.mark.parametrize("build", [FixedLength, LengthOfItsMask])
+def test_the_only_length_that_a_model_accepts_is_reported(tiny: Path, build: Build) -> None:
+    adaptation = adapt(noisy_model(build), tiny)
     [found] = [f for f in adaptation.findings if f.code == "fixed_length"]
     assert "accepts only sequences of 20 ids" in found.message
 
