@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -168,11 +169,12 @@ def _is_pure(expression: ast.expr) -> bool:
     return True
 
 
-def _conditions_of(file: str) -> dict[int, list[_SourceCondition]]:
-    """Return the conditions of a source file by the line on which each is evaluated."""
+@lru_cache(maxsize=64)
+def _conditions_of(source: str, file: str) -> dict[int, list[_SourceCondition]]:
+    """Return the conditions of a file's source by the line on which each is evaluated."""
     found: dict[int, list[_SourceCondition]] = {}
     with suppress(SyntaxError, ValueError):
-        for node in _nodes(ast.parse("".join(linecache.getlines(file)))):
+        for node in _nodes(ast.parse(source)):
             for condition in _conditions_in(node, file):
                 found.setdefault(condition.line, []).append(condition)
     return found
@@ -287,7 +289,7 @@ class BranchObserver:
             return None
         if file not in self._sources:
             linecache.checkcache(file)
-            self._sources[file] = _conditions_of(file)
+            self._sources[file] = _conditions_of("".join(linecache.getlines(file)), file)
         if not (conditions := self._sources[file]):
             return None
         executed = self._executed.setdefault(file, set())

@@ -199,7 +199,7 @@ def forwarded(cls: Callable[..., Any], parameter: str) -> Iterator[tuple[type, s
     """Return classes that a constructor passes `**parameter` to, and parameters it sets itself."""
     with contextlib.suppress(SyntaxError, TypeError, ValueError):
         own = textwrap.dedent(init_source(cls))
-        for node in ast.walk(_parsed(own)) if f"**{parameter}" in own else ():
+        for node in ast.walk(syntax_tree(own)) if f"**{parameter}" in own else ():
             match node:
                 case ast.Call(ast.Name(name), positional, keywords) if any(
                     k.arg is None and ast.unparse(k.value) == parameter for k in keywords
@@ -417,7 +417,7 @@ def compared_strings(cls: Callable[..., Any]) -> dict[str, set[str]]:
 def tree_of(module: ModuleType) -> ast.Module:
     """Return the syntax of a module's source; empty if it has none."""
     with contextlib.suppress(SyntaxError):
-        return _parsed("".join(linecache.getlines(str(module.__file__))))
+        return syntax_tree("".join(linecache.getlines(str(module.__file__))))
     return ast.Module(body=[], type_ignores=[])
 
 
@@ -437,7 +437,8 @@ def _nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
 
 
 @lru_cache(maxsize=MOST_MODULES)
-def _parsed(text: str) -> ast.Module:
+def syntax_tree(text: str) -> ast.Module:
+    """Return the syntax of a source, which is shared and must not be changed."""
     return ast.parse(text)
 
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 from compat.adaptation.anatomy.norms import Norm
 from compat.adaptation.tracing.graph import Graph, Place, kind
 from compat.name_map import whole_of
-from compat.user_models.usage import is_users_class, nodes_of, user_modules
+from compat.user_models.usage import is_users_class, nodes_of, syntax_tree, user_modules
 
 MOST_OWNERS = 6  # lines, as of ln_1, ln_2, ln_f, and norms of q and k
 MOST_NAMED = 4
@@ -416,7 +416,7 @@ def _parsed(cls: type) -> tuple[str, ast.ClassDef] | None:
     for function in filter(inspect.isfunction, vars(cls).values()):
         code = function.__code__
         with suppress(SyntaxError):
-            tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+            tree = syntax_tree("".join(linecache.getlines(code.co_filename)))
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
                     if node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
@@ -481,7 +481,7 @@ def unused_result(place: Place, methods: Collection[str]) -> Place | None:
     where it is misspelled.
     """
     with suppress(SyntaxError):
-        tree = ast.parse("".join(linecache.getlines(place.file)))
+        tree = syntax_tree("".join(linecache.getlines(place.file)))
         for function in ast.walk(tree):
             if not isinstance(function, ast.FunctionDef):
                 continue

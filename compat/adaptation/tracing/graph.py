@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -352,8 +352,13 @@ def kind(node: Node) -> str:
     """Return the name of the ATen operation, such as `softmax`, or "" for a node without one."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is not None:
-        return str(packet.__name__).removesuffix("_")
+        return _operation(packet)
     return "getitem" if getattr(node.target, "__name__", "") == "getitem" else ""
+
+
+@cache
+def _operation(packet: Any) -> str:
+    return str(packet.__name__).removesuffix("_")
 
 
 def size(node: Node) -> tuple[int, ...]:
@@ -463,15 +468,16 @@ def _execute(node: Node, env: Values, double: bool) -> Any:
 
     args: Any = list(map_aggregate(node.args, value))
     kwargs: Any = dict(map_aggregate(node.kwargs, value))
-    if kind(node) == "dropout":
+    operation = kind(node)
+    if operation == "dropout":
         return args[0]
-    if kind(node) == "native_dropout":
+    if operation == "native_dropout":
         return args[0], torch.ones_like(args[0], dtype=torch.bool)
-    if kind(node) == "view":  # the strides of a known value can differ from those in the trace
+    if operation == "view":  # the strides of a known value can differ from those in the trace
         return args[0].reshape(args[1]) if not isinstance(args[1], torch.dtype) else args[0]
-    if kind(node).startswith("_weight_norm"):  # its kernel aborts on expanded tensors
+    if operation.startswith("_weight_norm"):  # its kernel aborts on expanded tensors
         args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
-    if kind(node) == "scaled_dot_product_attention":
+    if operation == "scaled_dot_product_attention":
         args, kwargs = _exact_sdpa(args, kwargs)
     assert callable(node.target)
     result = node.target(*args, **kwargs)
