@@ -53,7 +53,7 @@ from compat.adaptation.tracing.calling import (
     find_signature,
     head_methods,
 )
-from compat.adaptation.tracing.graph import Graph, Place
+from compat.adaptation.tracing.graph import REDUCTIONS, Graph, Place, kind, size, tensor_inputs
 from compat.adaptation.tracing.record import Untraceable
 from compat.adaptation.tracing.replaced import WithReplaced
 from compat.adaptation.tracing.rewrites import (
@@ -346,7 +346,15 @@ def _with_own_attention(run: Run, graph: Graph, error: UnknownPart) -> Adaptatio
     if merging := [node for each in unknown for node in each.unmerged]:
         surveyed.append(wrong_merge(graph, merging))
     findings = _beside_own(adaptation.findings, surveyed, "attention")
+    if any(map(_has_norm, unknown)):  # it was replaced together with the attention
+        findings = [f for f in findings if f.code != "missing_ln" or "ln_1" not in str(f.tap)]
     return replace(adaptation, findings=findings)
+
+
+def _has_norm(span: Span) -> bool:
+    """Return whether operations that compute hidden states from others include a norm of these."""
+    norms = (node for node in span.nodes if kind(node) in REDUCTIONS)
+    return any(size(tensor_inputs(node)[0]) == size(span.start) for node in norms)
 
 
 def _with_own_blocks(

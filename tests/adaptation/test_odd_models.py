@@ -662,6 +662,57 @@ def test_an_operation_between_the_last_post_norm_and_ln_f_is_found(tiny: Path) -
     assert "softmax between h.2.out and ln_f" in adaptation.deviations[1].message
 
 
+class ReluOfTheEmbeddings(SoftmaxAfterPostNorms):
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.relu(super().embed(ids))
+
+    def final(self, x: Tensor) -> Tensor:
+        return self.ln_f(x)
+
+
+def test_an_operation_between_the_embeddings_and_a_post_norm_block_is_found(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(ReluOfTheEmbeddings), tiny)
+    assert [f.code for f in adaptation.deviations] == ["post_ln", "extra_operation"]
+    assert "relu between embed and the projection of q" in adaptation.deviations[1].message
+    assert all(f.evidence.startswith("confirmed") for f in adaptation.deviations)
+
+
+class ValuesOfTheEmbeddings(GPT):
+    """Computes the values of each layer from its norm and from the embeddings."""
+
+    def logits(self, ids: Tensor) -> Tensor:
+        self.embedded = self.embed(ids)
+        x = self.embedded
+        for block in self.blocks:
+            q, k, _ = block.qkv(self.ln_1(block, x)).chunk(3, dim=-1)
+            v = block.qkv(self.ln_1(block, x) / 2 + self.embedded / 2).chunk(3, dim=-1)[2]
+            x = x + block.mix(q, k, v)
+            x = x + block.down(F.gelu(block.up(block.ln_2(x)), approximate="tanh"))
+        return self.head(self.final(x))
+
+    def ln_1(self, block: Block, x: Tensor) -> Tensor:
+        return block.ln_1(x)
+
+
+class ValuesOfTheEmbeddingsWithoutNorm(ValuesOfTheEmbeddings):
+    def ln_1(self, block: Block, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("build", "codes"),
+    [
+        (ValuesOfTheEmbeddings, ["unknown_part"]),
+        (ValuesOfTheEmbeddingsWithoutNorm, ["unknown_part", "missing_ln"]),
+    ],
+)
+def test_a_norm_in_attention_of_an_unknown_form_is_not_missing(
+    tiny: Path, build: Build, codes: list[str]
+) -> None:
+    adaptation = adapt(noisy_model(build), tiny)
+    assert [f.code for f in adaptation.deviations] == codes
+
+
 class PositionsInEachBlock(SoftmaxAfterPostNorms):
     def block(self, i: int, block: Block, x: Tensor) -> Tensor:
         added = self.wpe.weight[: x.shape[1]] if i else 0

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from math import prod
 
 import torch
@@ -703,20 +702,29 @@ def _readers(context: DiagnosisContext, i: int) -> Iterator[tuple[Branch, str, s
 def _connections_after_norms(
     context: DiagnosisContext,
 ) -> Iterator[tuple[Node, Node, str, str, str]]:
-    """Yield the connections of a norm after a residual sum with the branch that reads it next."""
-    graph, places = context.graph, context.places
+    """Yield the connections of a norm after a residual sum with the branch that reads it next.
+
+    Before the first of these norms, it is that of the embeddings.
+    """
+    graph, places, anatomy = context.graph, context.places, context.anatomy
     layers = [i for i, layer in context.layers if not layer.parallel]
-    readers = (each for i in layers for each in _readers(context, i))
-    for (before, *_), (branch, tap, reader) in pairwise(readers):
-        norm, shortcut = places.named.get(before.norm), branch.total.shortcut
-        if before.norm not in places.post or norm is None or shortcut is None:
+    readers = [each for i in layers for each in _readers(context, i)]
+    starts: list[tuple[Node, str] | None] = []
+    for branch, *_ in readers:
+        norm = places.named.get(branch.norm) if branch.norm in places.post else None
+        starts.append(None if norm is None else (norm.end, branch.tap))
+    embedded = starts[:1] != [None] and "embed" not in places.extra and not anatomy.leading
+    starts.insert(0, (anatomy.embed, "embed") if embedded else None)
+    for found, (branch, tap, reader) in zip(starts[:-1], readers, strict=True):
+        if found is None or (shortcut := branch.total.shortcut) is None:
             continue
+        start, before = found
         paths = [
-            [n for n in graph.on_paths([norm.end], [end]) if kind(n) not in MOVES]
+            [n for n in graph.on_paths([start], [end]) if kind(n) not in MOVES]
             for end in (branch.x, shortcut)
         ]
         if paths[0] == paths[1]:
-            yield norm.end, branch.x, before.tap, tap, reader
+            yield start, branch.x, before, tap, reader
 
 
 def _is_explained(context: DiagnosisContext, i: int, branch: Branch) -> bool:
