@@ -184,8 +184,13 @@ def _arguments(
             maker = replace(maker, usage=reads(cls, "config"))
             entry, unknown = maker.make({})
             arguments[name] = [copy.copy(entry) for _ in range(config.n_layer)]
-        elif required and counts(cls, name) and symbols(name, config):
-            arguments[name] = symbols(name, config)
+        elif (
+            (required or parameter.default is None)
+            and counts(cls, name)
+            and (characters := symbols(name, config))
+        ):
+            is_list = re.search(rf"(type|isinstance)\(\s*{name}\b.*\blist\b", init_source(cls))
+            arguments[name] = [*characters] if is_list else characters
         elif required and plain(name) == "modeltype" and not SIZES & {*map(role_of, parameters)}:
             arguments[name] = "gpt2"  # the name of a preset
         elif (by_name := value_by_name(parameter, known))[0]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -35,8 +37,8 @@ def constructed(
     """Return what the target returns, also if it has a list of tied weights, as in transformers 4.
 
     Version 5 expects a dictionary in its place. The head is tied as version 4 tied it. In place of
-    a tokenizer that cannot be downloaded, the target gets one of the checkpoint's size. Imports in
-    its code find the modules of its project.
+    a tokenizer that cannot be downloaded, or that the user's own class cannot load, the target gets
+    one of the checkpoint's size. Imports in its code find the modules of its project.
 
     Raises:
         MemoryError: the tensors are far larger than those of a model with the sizes of `config`.
@@ -46,7 +48,14 @@ def constructed(
         value for value in values
         if is_users_class(value) and isinstance(vars(value).get("_tied_weights_keys"), list)
     }  # fmt: skip
+    tokenizers = {
+        value for value in values
+        if is_users_class(value) and re.search("Token|Vocab", value.__name__)
+        and "__init__" in vars(value) and not issubclass(value, nn.Module)
+    }  # fmt: skip
     with contextlib.ExitStack() as undo, _NewTensors(config), _tokenizers(config):
+        for cls in tokenizers:
+            undo.enter_context(patch.object(cls, "__init__", _loaded_or_stand_in(cls, config)))
         undo.enter_context(finding_modules(users_folders(target)))
         undo.enter_context(patch.object(os, "_exit", sys.exit))  # which ends without a message
         for cls in lists:
@@ -99,6 +108,22 @@ def _tokenizers(config: GPT2Config) -> Iterator[None]:
                 continue
             undo.enter_context(patch.object(place, attribute, replaced))
         yield
+
+
+def _loaded_or_stand_in(cls: type, config: GPT2Config) -> Callable[..., None]:
+    """Return a constructor that makes a stand-in of what the class's own cannot load."""
+    original = vars(cls)["__init__"]
+
+    @functools.wraps(original)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, *args, **kwargs)
+        except Exception:
+            vars(self).clear()
+            self.__class__ = Vocabulary
+            Vocabulary.__init__(self, config)
+
+    return initialize
 
 
 class _NewTensors(TorchFunctionMode):

@@ -254,6 +254,10 @@ def _resize(
         or (by_use or {}).get(n)
         for n, v in numbers.items()
     } | {n: role for n, role in (aliases or {}).items() if n in numbers}
+    roles |= {
+        n: "n_head" for n, role in roles.items()
+        if role == "d_head" and (by_use or {}).get(n) == "n_head"
+    }  # fmt: skip
     # A head that is as wide as the model is the width of all heads.
     widths = {numbers[n] for n, role in roles.items() if role == "n_embd"} - {None}
     heads = {numbers[n] for n, role in roles.items() if role == "n_head"} - {None, 1}
@@ -291,6 +295,7 @@ def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
     found: dict[str, set[str | None]] = {}
     own = {module.__name__ for module in modules}
     for module in modules:
+        local = _local_names(tree_of(module))
         for call in (node for node in nodes_of(module) if isinstance(node, ast.Call)):
             passed = [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg]
             callee = vars(module).get(call.func.id) if isinstance(call.func, ast.Name) else None
@@ -298,12 +303,26 @@ def _roles_by_use(modules: Sequence[ModuleType]) -> dict[str, str]:
                 passed += zip(_positional(callee), call.args, strict=False)
             names = [name for name, _ in passed]
             for name, value in passed:
-                if isinstance(value, ast.Name):
+                if isinstance(value, ast.Name) and value not in local:
                     found.setdefault(value.id, set()).add(role_of(name, among=names))
         for name, value in _assignments(module):
             if name in found and not isinstance(value, ast.Constant):
                 found[name].add(None)
     return {name: role for name, (role, *more) in found.items() if role in SIZES and not more}
+
+
+@lru_cache(maxsize=MOST_MODULES)
+def _local_names(tree: ast.Module) -> frozenset[ast.AST]:
+    """Return the names in functions that are arguments or variables of these."""
+    found = set[ast.AST]()
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            own = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+            body = [node for each in function.body for node in ast.walk(each)]
+            names = [node for node in body if isinstance(node, ast.Name)]
+            own |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+            found |= {node for node in names if node.id in own}
+    return frozenset(found)
 
 
 @lru_cache(maxsize=MOST_MODULES)

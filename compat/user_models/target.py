@@ -494,6 +494,8 @@ class _DeferredFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Add the file that raised an error while it was imported, unless it is the target's."""
         cause = error.__cause__ or error if isinstance(error, AdaptError) else error
         importing = [f.filename for f in users_frames(cause) if f.name == "<module>"]
+        if isinstance(cause, SyntaxError) and is_users(str(cause.filename)):
+            importing.append(str(cause.filename))  # in the syntax of Python 3.12
         # Its subclasses are raised where a version is asked for, or a missing library used.
         if not importing or type(cause) is ModuleNotFoundError:
             return False

@@ -34,6 +34,8 @@ _TABLE = re.compile(r"""\bfor\s[\w\s,()]+\sin\b|\bin\s+[\w.]+\[\s*["'](\w+)["']\
 # What is a table by its default: `config.get("name", {})`.
 _TABLE_BY_DEFAULT = re.compile(r"""\.get\(\s*["'](\w+)["']\s*,\s*(?:\{\}|dict\(\))""")
 _OWN = re.compile(r"\bself\.(\w+)\b(?!\s*\()")
+# Attributes that hold modules, as in `self.feed_forward = FeedForward(config)`.
+_MODULE = re.compile(r"""\bself\.(\w+)\s*=\s*(?:nn\.)?[A-Z]\w*\(""")
 # Buffers, and attributes that the code assigns without reading their previous value.
 _MADE = re.compile(r"""\bself\.(\w+)\s*=(?!=)(?!.*self\.\1\b)|register_buffer\(\s*["'](\w+)""")
 # What torch's modules call their arguments.
@@ -98,10 +100,13 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
         return Usage()
     names = {*CONFIG_NAMES, *map(plain, aliases)}
     items, attributes = _ITEM.findall(text), list[str]()
+    modules = {*_MODULE.findall(text)}
     for owner, name in (*_ATTRIBUTE.findall(text), *_GETTER.findall(text)):
         first, *rest = owner.removeprefix("self.").split(".")
         if first in LIBRARIES or (name in OF_TENSORS and plain(first) not in names):
             continue
+        if name in modules and plain(first) not in names and first != parameter:
+            continue  # `layer.feed_forward`
         is_variable = owner == first != "self"
         if is_variable or first == parameter or plain(first) in names:
             attributes += [*rest, name]

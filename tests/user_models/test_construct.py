@@ -1692,6 +1692,37 @@ def test_what_is_counted_for_the_vocabulary_has_its_length(tmp_path: Path, name:
     assert build(tmp_path, source).sizes == SIZES
 
 
+@pytest.mark.parametrize("test", ["type(chars) != list", "not isinstance(chars, list)"])
+def test_characters_that_must_be_a_list_are_one(tmp_path: Path, test: str) -> None:
+    """None is their default, without which no model is built."""
+    init = ", chars=None, n_ctx=4, dim=4, depth=4, heads=4"
+    sizes = "len(chars), n_ctx, dim, depth, heads"
+    model = build(tmp_path, gpt(init, sizes, before=f"if {test}: raise SystemExit(1)"))
+    assert model.sizes == SIZES
+
+
+LOADS_TOKENIZER = """
+import os
+
+class Tokenizer:
+    def __init__(self, path):
+        assert os.path.isfile(path), path
+        self.n_words, self.pad = 5, 2
+"""
+
+
+def test_a_tokenizer_that_the_users_class_cannot_load_has_the_size_of_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    before = "tokenizer = Tokenizer(os.path.dirname(__file__) + '/words.txt')"
+    sizes = "tokenizer.n_words, n_ctx, dim, depth, heads, tokenizer"
+    source = LOADS_TOKENIZER + gpt(", n_ctx, dim, depth, heads", sizes, before)
+    assert build(tmp_path, source).sizes == SIZES
+    (tmp_path / "words.txt").write_text("")
+    model = build(tmp_path, source)
+    assert model.sizes == (5, *SIZES[1:]) and model.extra.pad == 2
+
+
 def test_a_config_class_that_reads_a_file_is_replaced(tmp_path: Path) -> None:
     before = """
 class Config:

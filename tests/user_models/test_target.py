@@ -446,6 +446,15 @@ def test_an_f_string_may_contain_its_own_quotes(tmp_path: Path, quote: str) -> N
     )
 
 
+def test_an_f_string_of_an_imported_module_may_contain_its_own_quotes(tmp_path: Path) -> None:
+    line = "print(f'{len(losses['a'])}')\n"
+    other = write(tmp_path / "logs.py", f"losses = {{'a': ''}}\n{line}WIDTH = 4\n")
+    path = write(tmp_path / "gpt.py", f"from logs import WIDTH\n{GPT}    width = WIDTH\n")
+    assert getattr(load_target(f"{path}:GPT"), "width") == 4  # noqa: B009
+    other.write_text(other.read_text().replace("len(", "len(("))
+    check_refused(f"{path}:GPT", "SyntaxError", "logs.py")
+
+
 def test_files_above_the_project_are_not_imported(tmp_path: Path) -> None:
     write(tmp_path / "stranger.py", "SIZE = 5")
     write(tmp_path / "project" / "pyproject.toml", "")
