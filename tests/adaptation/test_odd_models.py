@@ -713,6 +713,25 @@ def test_a_norm_in_attention_of_an_unknown_form_is_not_missing(
     assert [f.code for f in adaptation.deviations] == codes
 
 
+class StartsWithAVector(GPT):
+    """Puts a learned vector before the embeddings, along the axis of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(24))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        B, T = ids.shape
+        x = torch.cat([torch.ones(1, T, 24) * self.start, self.wte(ids)[:-1]])
+        return x + self.wpe.weight[:T]
+
+
+def test_a_vector_before_the_tokens_is_not_said_to_be_the_positions(tiny: Path) -> None:
+    messages = {f.code: f.message for f in adapt(noisy_model(StartsWithAVector), tiny).deviations}
+    assert "start" in messages["random_parameters"]
+    assert not any("concatenated" in message for message in messages.values())
+
+
 class PositionsInEachBlock(SoftmaxAfterPostNorms):
     def block(self, i: int, block: Block, x: Tensor) -> Tensor:
         added = self.wpe.weight[: x.shape[1]] if i else 0

@@ -257,7 +257,11 @@ def joined_positions(context: DiagnosisContext) -> list[Node]:
     """Return the nodes that concatenate or multiply the tokens with a table of positions."""
     graph = context.graph
     joining = [n for n in _path(context) if n in graph.live and kind(n) in ("cat", "mul")]
-    return [n for n in joining if any(is_table_of_positions(graph, a) for a in tensor_inputs(n))]
+    return [
+        n for n in joining
+        if any(is_table_of_positions(graph, a) for a in tensor_inputs(n))
+        and (kind(n) == "mul" or size(n)[-1] > size(tensor_inputs(n)[0])[-1])  # not along time
+    ]  # fmt: skip
 
 
 @deviation(
