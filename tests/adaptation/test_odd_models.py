@@ -721,9 +721,8 @@ class StartsWithAVector(GPT):
         self.start = nn.Parameter(torch.randn(24))
 
     def embed(self, ids: Tensor) -> Tensor:
-        B, T = ids.shape
-        x = torch.cat([torch.ones(1, T, 24) * self.start, self.wte(ids)[:-1]])
-        return x + self.wpe.weight[:T]
+        first = torch.ones(1, ids.shape[1], 24) * self.start
+        return torch.cat([first, self.wte(ids)[:-1]]) + self.wpe.weight[: ids.shape[1]]
 
 
 def test_a_vector_before_the_tokens_is_not_said_to_be_the_positions(tiny: Path) -> None:
