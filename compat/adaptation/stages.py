@@ -36,6 +36,7 @@ from compat.adaptation.result import Adaptation, Finding
 from compat.adaptation.tracing.calling import CallSignature, Forward, Wrapped, one_more
 from compat.adaptation.tracing.graph import Graph, ShapeChanged, size
 from compat.adaptation.tracing.record import to_graph
+from compat.adaptation.tracing.replaced import WithReplaced
 from compat.adaptation.tracing.rewrites import normalize
 from compat.checkpoint import Checkpoint
 from compat.checkpoint.layout import saved_name
@@ -212,7 +213,10 @@ def judge(run: Run, mapped: Mapped) -> Adaptation:
         noise=_noise(run) if graph.dropouts else "",
     )
     with timed(run.seconds, "logits"):
-        logits = end_to_end(model, run.call, reference, context.room, context.fixed_length)
+        is_part_replaced = isinstance(run.call, WithReplaced)
+        logits = end_to_end(
+            model, run.call, reference, context.room, context.fixed_length, few=is_part_replaced
+        )
     with timed(run.seconds, "parity"):
         taps = find_taps(mapped.anatomy, mapped.assignments, mapped.places)
         report = parity_at_nodes(reference, context, taps, run.ids, logits)

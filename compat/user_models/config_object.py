@@ -46,6 +46,7 @@ from compat.user_models.usage import (
     compared_strings,
     counts,
     factors_of,
+    indexed,
     init_source,
     is_of_one_head,
     is_users_class,
@@ -223,6 +224,8 @@ class ConfigMaker:
         values |= {name: v for name, v in known.items() if v is not None or not values.get(name)}
         counted = {name: symbols(name, self.config) for name in known if counts(self.cls, name)}
         values |= {name: characters for name, characters in counted.items() if characters}
+        lists = {n: size for n, size in indexed(self.cls).items() if type(values.get(n)) is float}
+        values |= {name: [values[name]] * size for name, size in lists.items()}
         values |= {name: entry for name, entry in entries.items() if name not in usage.sections}
         form, sections = self._form(), self._sections()
 

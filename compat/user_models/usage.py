@@ -187,6 +187,14 @@ def counts(cls: Callable[..., Any], parameter: str) -> bool:
     return re.search(rf"\b(len|set)\(\s*([\w.]+\.)?{parameter}\s*\)", own) is not None
 
 
+def indexed(cls: Callable[..., Any]) -> dict[str, int]:
+    """Return the sizes of lists in configs, as 2 for `cfg["drop"][0]` and `cfg["drop"][1]`."""
+    sizes: dict[str, int] = {}
+    for name, index in re.findall(r"""["'](\w+)["']\]\[(\d)\]""", modules_text(cls)):
+        sizes[name] = max(sizes.get(name, 0), int(index) + 1)
+    return sizes
+
+
 def items_of(cls: type, parameter: str) -> dict[str, bool]:
     """Return the names that a constructor reads from a dictionary, such as its **kwargs.
 

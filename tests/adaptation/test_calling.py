@@ -454,6 +454,15 @@ def test_a_mask_may_mark_tokens_or_padding(marks_padding: bool, required: bool) 
     torch.testing.assert_close(signature(model, IDS), model(IDS, mask))
 
 
+def test_a_required_padding_mask_may_have_to_be_boolean() -> None:
+    class Masked(nn.Module):
+        def forward(self, ids: Tensor, padding_mask: Tensor) -> Tensor:
+            hidden = ~padding_mask[:, :, None]
+            return LOGITS.masked_fill(hidden, -1e9)
+
+    assert torch.equal(find_signature(Masked(), IDS)(Masked(), IDS), LOGITS)
+
+
 def test_caches_are_not_passed_to_a_model_that_does_not_need_them() -> None:
     class Cached(nn.Module):
         def forward(self, ids: Tensor, kv_caches: list[Any] | None = None) -> Tensor:

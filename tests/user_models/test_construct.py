@@ -1723,6 +1723,13 @@ def test_a_tokenizer_that_the_users_class_cannot_load_has_the_size_of_the_checkp
     assert model.sizes == (5, *SIZES[1:]) and model.extra.pad == 2
 
 
+def test_a_rate_in_a_config_may_be_a_list(tmp_path: Path) -> None:
+    sizes = READ.replace("c.", "cfg.").replace("cfg.", "cfg['").replace(",", "'],") + "']"
+    before = "rates = cfg['drop_rate'][0], cfg['drop_rate'][2]"
+    model = build(tmp_path, gpt(", cfg", f"{sizes}, rates", before))
+    assert model.sizes == SIZES and model.extra == (CONFIG.resid_pdrop,) * 2
+
+
 def test_a_config_class_that_reads_a_file_is_replaced(tmp_path: Path) -> None:
     before = """
 class Config:

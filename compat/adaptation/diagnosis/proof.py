@@ -52,6 +52,7 @@ def end_to_end(
     room: int | None = None,
     fixed_length: int | None = None,
     short_only: bool = False,
+    few: bool = False,
 ) -> LogitsProof:
     """Return the comparison of logits on designed inputs, with the model in eval mode.
 
@@ -62,6 +63,7 @@ def end_to_end(
         room: the number of positions that both have; None for all of the checkpoint's.
         fixed_length: the only sequence length that the model accepts, if it accepts only one.
         short_only: leave out the inputs of full length.
+        few: compare on the first inputs only.
     """
     with eval_mode(model):
         return prove_logits(
@@ -71,4 +73,5 @@ def end_to_end(
             n_positions=room,
             fixed_length=fixed_length,
             short_only=short_only,
+            few=few,
         )

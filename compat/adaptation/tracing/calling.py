@@ -402,6 +402,11 @@ def _ones(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.ones_like(ids)
 
 
+def _all_true(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return a mask that marks all tokens, for code that computes `~mask`."""
+    return torch.ones_like(ids, dtype=torch.bool)
+
+
 def _none_marked(model: nn.Module, ids: Tensor) -> Tensor:
     """Return a mask that marks no token, for code whose masks mark padding and not tokens."""
     return torch.zeros_like(ids)
@@ -438,7 +443,7 @@ VALUES: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("ids$", (_nothing, _ids)),
     ("^use_|^output_", (_no,)),
     ("cache|past|kv|mems?$|memory|state", (_nothing, _nothing_for_each_layer)),
-    ("mask", (_nothing, _ones, _none_marked)),
+    ("mask", (_nothing, _ones, _none_marked, _all_true)),
     ("^n_|^num_|_num_|window", (_length,)),  # a number, of blocks in a window for example
     ("", (_nothing, _ids, _zeros)),  # as for a decoder beside an encoder, or a condition
 )
