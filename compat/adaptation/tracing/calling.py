@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -489,24 +489,11 @@ class NoLogitsError(AdaptError):
         super().__init__(
             f"{type(model).__name__} returns no logits, but adapt() expected a float tensor "
             "(B, T, V) for ids (B, T). It was called as follows:\n  "
-            + "\n  ".join(_by_error(tried))
+            + "\n  ".join(dict.fromkeys(tried))
             + "\nPass a function that returns the logits: "
             "adapt(model, source, forward=lambda model, ids: …)"
         )
         self.tried = tried
-
-
-def _by_error(tried: Iterable[str]) -> list[str]:
-    """Return the first call with each error, and how many others raised the same."""
-    calls: dict[str, list[str]] = {}
-    for text in dict.fromkeys(tried):
-        call, error = re.findall(r"(?s)^(model\(.*?\)(?: with [^:]*)?): (.*)", text)[0]
-        calls.setdefault(error, []).append(call)
-    found = []
-    for error, (call, *others) in calls.items():
-        also = f", and {len(others)} other call{'s' * (len(others) > 1)}" if others else ""
-        found.append(f"{call}{also}: {error}")
-    return found
 
 
 def find_signature(
