@@ -78,7 +78,10 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
         _execute_what_is_read(modules)
         changed, by_use, aliases = False, _roles_by_use(modules), _roles_of_aliases(modules)
         by_use |= (in_tables := _roles_in_embeddings(modules))
-        aliases |= {name: role for name, role in in_tables.items() if is_ambiguous_size(name)}
+        aliases |= {
+            name: role for name, role in in_tables.items()
+            if is_ambiguous_size(name) or _has_the_name_of_another(name, in_tables)
+        }  # fmt: skip
         repeated = set[str]().union(*(_repeated(tree_of(module)) for module in modules))
         arguments = {name for module in modules for name in _constructor_arguments(module)}
         for module in modules:
@@ -98,6 +101,16 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
             _recompute_globals(module, undo)
             _recompute_defaults(module, undo)
         yield
+
+
+def _has_the_name_of_another(name: str, in_tables: Mapping[str, str]) -> bool:
+    """Return whether a size in an embedding has the role of another one by its name.
+
+    An example is `nn.Embedding(CHANNELS, EMB_DIM)`, where the channels are the vocabulary.
+    """
+    by_name = role_of(name)
+    others = {role for other, role in in_tables.items() if other != name}
+    return by_name != in_tables[name] and by_name in others
 
 
 def _execute_what_is_read(modules: Sequence[ModuleType]) -> None:

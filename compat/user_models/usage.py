@@ -105,11 +105,11 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
         first, *rest = owner.removeprefix("self.").split(".")
         if first in LIBRARIES or (name in OF_TENSORS and plain(first) not in names):
             continue
-        if name in modules and plain(first) not in names and first != parameter:
-            continue  # `layer.feed_forward`
-        is_variable = owner == first != "self"
-        if is_variable or first == parameter or plain(first) in names:
+        is_config = first == parameter or plain(first) in names
+        if is_config:
             attributes += [*rest, name]
+        elif owner == first != "self" and name not in modules:  # as `layer.feed_forward` is one
+            attributes.append(name)
     if re.search(rf"\b{parameter}\.items\(\)|\.update\({parameter}\)", own):  # copied to `self`
         made = {name for pair in _MADE.findall(text) for name in pair}
         items += [name for name in _OWN.findall(text) if role_of(name) and name not in made]

@@ -400,3 +400,76 @@ class GPT(nn.Module):
     )
     as_global = as_global.replace("c.copies", "copies")
     assert len(build(tmp_path, as_global).layers) == 3
+
+
+def test_a_size_of_an_embedding_may_have_the_name_of_another(tmp_path: Path) -> None:
+    """The characters are called channels, and the width has another name."""
+    source = """
+from torch import nn
+
+CHANNELS, EMB_DIM = 65, 384
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token_embedding = nn.Embedding(CHANNELS, EMB_DIM)
+        self.sizes = CHANNELS, EMB_DIM
+"""
+    assert build(tmp_path, source).sizes == (CONFIG.vocab_size, CONFIG.n_embd)
+
+
+def test_the_number_of_heads_may_be_called_a_head_size(tmp_path: Path) -> None:
+    """The same name is an argument elsewhere."""
+    source = """
+from torch import nn
+
+n_embd, head_size = 384, 8
+
+class Head(nn.Module):
+    def __init__(self, head_size):
+        super().__init__()
+
+class Block(nn.Module):
+    def __init__(self, n_embd, n_head):
+        super().__init__()
+        head_size = n_embd // n_head
+        self.sizes = n_embd, n_head
+        self.heads = [Head(head_size) for _ in range(n_head)]
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sizes = Block(n_embd, head_size).sizes
+"""
+    assert build(tmp_path, source).sizes == (CONFIG.n_embd, CONFIG.n_head)
+    own = source.replace("Block(n_embd, head_size)", "Block(n_embd, n_embd // head_size)")
+    assert build(tmp_path, own).sizes == (CONFIG.n_embd, CONFIG.n_head)
+
+
+def test_a_module_of_a_layer_is_not_a_size_of_the_config(tmp_path: Path) -> None:
+    """The width of the MLP is `hidden_dim`, which would be that of the model beside another one."""
+    source = """
+from torch import nn
+
+class Config:
+    def __init__(self, dim=512, n_layers=8, hidden_dim: int = None):
+        self.dim, self.n_layers, self.hidden_dim = dim, n_layers, hidden_dim
+
+class FeedForward(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.sizes = config.dim, config.hidden_dim
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.feed_forward = FeedForward(config)
+
+class GPT(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
+        blocks = [layer.feed_forward for layer in self.layers]
+        self.sizes = blocks[0].sizes
+"""
+    assert build(tmp_path, source).sizes == (CONFIG.n_embd, 4 * CONFIG.n_embd)
