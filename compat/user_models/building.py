@@ -118,9 +118,12 @@ def _loaded_or_stand_in(cls: type, config: GPT2Config) -> Callable[..., None]:
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             original(self, *args, **kwargs)
-        except Exception:
-            vars(self).clear()
-            self.__class__ = Vocabulary
+        except Exception as error:
+            try:
+                vars(self).clear()
+                self.__class__ = Vocabulary
+            except TypeError:  # of a class with slots, or of a dictionary
+                raise error from None
             Vocabulary.__init__(self, config)
 
     return initialize

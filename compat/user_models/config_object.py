@@ -48,6 +48,7 @@ from compat.user_models.usage import (
     factors_of,
     indexed,
     init_source,
+    is_number_of_heads,
     is_of_one_head,
     is_users_class,
     is_width,
@@ -135,6 +136,8 @@ def _known_values(
             roles[name] = "n_embd"
         if role == "n_embd" and "d_head" in meanings(name) and is_of_one_head(cls, name):
             roles[name] = "d_head"
+        if role == "d_head" and is_number_of_heads(cls, name):
+            roles[name] = "n_head"
     if any(role in SIZES for role in roles.values()):
         for name, strings in compared_strings(cls).items():
             if roles.get(name) in SIZES:

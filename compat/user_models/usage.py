@@ -317,6 +317,17 @@ def is_of_one_head(cls: Callable[..., Any], name: str) -> bool:
     return any(role_of(factor) == "n_head" for factor in factors_of(cls, name))
 
 
+def is_number_of_heads(cls: Callable[..., Any], name: str) -> bool:
+    """Return whether an entry divides the width into heads: `x.view(B, T, name, C // name)`."""
+    for node in users_nodes(cls):
+        match node:
+            case ast.Call(ast.Attribute(attr="view" | "reshape"), [*_, heads, size]):
+                if isinstance(size, ast.BinOp) and isinstance(size.op, ast.FloorDiv):
+                    if name_of(heads) == name_of(size.right) == name:
+                        return True
+    return False
+
+
 def is_width(cls: Callable[..., Any], name: str) -> bool:
     """Return whether the code multiplies an entry by 4, or passes it to a norm or as a width."""
     for node in users_nodes(cls):

@@ -713,6 +713,20 @@ def test_a_norm_in_attention_of_an_unknown_form_is_not_missing(
     assert [f.code for f in adaptation.deviations] == codes
 
 
+class AddsTheNormsInput(GPT):
+    """Attention reads the sum of the residual stream and its norm."""
+
+    def block(self, i: int, block: Block, x: Tensor) -> Tensor:
+        x = x + block.attend(x + block.ln_1(x))
+        return x + block.down(F.gelu(block.up(block.ln_2(x)), approximate="tanh"))
+
+
+def test_the_weight_of_a_norm_of_an_unknown_form_is_not_said_to_be_missing(tiny: Path) -> None:
+    adaptation = adapt(noisy_model(AddsTheNormsInput), tiny)
+    assert adaptation.unmatched == []
+    assert {f.code for f in adaptation.deviations} == {"other_norm", "unexplained"}
+
+
 class StartsWithAVector(GPT):
     """Puts a learned vector before the embeddings, along the axis of the batch."""
 

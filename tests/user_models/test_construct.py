@@ -1721,6 +1721,9 @@ def test_a_tokenizer_that_the_users_class_cannot_load_has_the_size_of_the_checkp
     (tmp_path / "words.txt").write_text("")
     model = build(tmp_path, source)
     assert model.sizes == (5, *SIZES[1:]) and model.extra.pad == 2
+    (tmp_path / "words.txt").unlink()
+    with pytest.raises(AdaptError, match=r"AssertionError.*words\.txt"):
+        build(tmp_path, source.replace("class Tokenizer:", "class Tokenizer(dict):"))
 
 
 def test_a_rate_in_a_config_may_be_a_list(tmp_path: Path) -> None:
@@ -1728,6 +1731,21 @@ def test_a_rate_in_a_config_may_be_a_list(tmp_path: Path) -> None:
     before = "rates = cfg['drop_rate'][0], cfg['drop_rate'][2]"
     model = build(tmp_path, gpt(", cfg", f"{sizes}, rates", before))
     assert model.sizes == SIZES and model.extra == (CONFIG.resid_pdrop,) * 2
+
+
+def test_the_number_of_heads_in_a_config_may_be_called_a_head_size(tmp_path: Path) -> None:
+    sizes = READ.replace("c.", "config.").replace("n_head", "head_size")
+    source = (
+        gpt(", config", f"{sizes}, config.head_size")
+        + """
+    def split(self, x):
+        B, T, C = x.shape
+        return x.view(B, T, self.extra, C // self.extra)
+"""
+    )
+    assert build(tmp_path, source).sizes[4] == CONFIG.n_embd // CONFIG.n_head
+    source = source.replace("self.extra", "self.head_size")
+    assert build(tmp_path, source).sizes == SIZES
 
 
 def test_a_config_class_that_reads_a_file_is_replaced(tmp_path: Path) -> None:

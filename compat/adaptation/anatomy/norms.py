@@ -151,15 +151,28 @@ def _waypoints(graph: Graph, start: Node, end: Node) -> list[Node]:
 
 
 def _with_parameters(graph: Graph, start: Node, end: Node) -> Norm:
-    """Find the parameters: the scale is the one without which the result does not depend on x."""
-    scale = shift = None
+    """Find the parameters: the scale is the one without which the result does not depend on x.
+
+    In `x + norm(x)`, it is the one whose contribution depends on x.
+    """
+    scale, shifts = None, list[Node]()
     x = random_values(size(start))
+
+    def without(node: Node) -> Tensor:
+        return _filled(graph, start, end, {node: 0.0})(x).reshape(-1)
+
+    def is_constant(values: Tensor) -> bool:
+        return torch.allclose(values, values[0].expand_as(values), atol=1e-9)
+
     for node in graph.parameters_between([end], [start]):
-        token = _filled(graph, start, end, {node: 0.0})(x).reshape(-1)
-        if torch.allclose(token, token[0].expand_as(token), atol=1e-9):
+        if is_constant(without(node)):
             scale = node
         else:
-            shift = node
+            shifts.append(node)
+    if scale is None and len(shifts) > 1:
+        whole = _filled(graph, start, end, {})(x).reshape(-1)
+        scale = next((node for node in shifts if not is_constant(whole - without(node))), None)
+    shift = next((node for node in reversed(shifts) if node is not scale), None)
     return Norm(start, end, scale, shift)
 
 
