@@ -647,11 +647,13 @@ def test_ids_that_a_model_views_do_not_limit_its_length(tiny: Path) -> None:
     assert adapt(noisy_model(ViewsIds), tiny).findings == []
 
 
-class SoftmaxAfterPostNorms(GPT):
+class PostNorms(GPT):
     def block(self, i: int, block: Block, x: Tensor) -> Tensor:
         x = block.ln_1(x + block.attend(x))
         return block.ln_2(x + block.down(F.gelu(block.up(x), approximate="tanh")))
 
+
+class SoftmaxAfterPostNorms(PostNorms):
     def final(self, x: Tensor) -> Tensor:
         return self.ln_f(F.softmax(x, -1))
 
@@ -662,12 +664,9 @@ def test_an_operation_between_the_last_post_norm_and_ln_f_is_found(tiny: Path) -
     assert "softmax between h.2.out and ln_f" in adaptation.deviations[1].message
 
 
-class ReluOfTheEmbeddings(SoftmaxAfterPostNorms):
+class ReluOfTheEmbeddings(PostNorms):
     def embed(self, ids: Tensor) -> Tensor:
         return F.relu(super().embed(ids))
-
-    def final(self, x: Tensor) -> Tensor:
-        return self.ln_f(x)
 
 
 def test_an_operation_between_the_embeddings_and_a_post_norm_block_is_found(tiny: Path) -> None:
@@ -745,13 +744,10 @@ def test_a_vector_before_the_tokens_is_not_said_to_be_the_positions(tiny: Path) 
     assert not any("concatenated" in message for message in messages.values())
 
 
-class PositionsInEachBlock(SoftmaxAfterPostNorms):
+class PositionsInEachBlock(PostNorms):
     def block(self, i: int, block: Block, x: Tensor) -> Tensor:
         added = self.wpe.weight[: x.shape[1]] if i else 0
         return super().block(i, block, x + added)
-
-    def final(self, x: Tensor) -> Tensor:
-        return self.ln_f(x)
 
 
 def test_an_operation_between_a_post_norm_and_the_next_block_is_found(tiny: Path) -> None:

@@ -706,25 +706,21 @@ def _connections_after_norms(
 
     Before the first of these norms, it is that of the embeddings.
     """
-    graph, places, anatomy = context.graph, context.places, context.anatomy
+    graph, places = context.graph, context.places
     layers = [i for i, layer in context.layers if not layer.parallel]
-    readers = [each for i in layers for each in _readers(context, i)]
-    starts: list[tuple[Node, str] | None] = []
-    for branch, *_ in readers:
+    start, before = None, "embed"
+    if layers[:1] == [0] and "h.0.ln_1" in places.post and not context.anatomy.leading:
+        start = None if "embed" in places.extra else context.anatomy.embed
+    for branch, tap, reader in (each for i in layers for each in _readers(context, i)):
+        if start is not None and branch.total.shortcut is not None:
+            paths = [
+                [n for n in graph.on_paths([start], [end]) if kind(n) not in MOVES]
+                for end in (branch.x, branch.total.shortcut)
+            ]
+            if paths[0] == paths[1]:
+                yield start, branch.x, before, tap, reader
         norm = places.named.get(branch.norm) if branch.norm in places.post else None
-        starts.append(None if norm is None else (norm.end, branch.tap))
-    embedded = starts[:1] != [None] and "embed" not in places.extra and not anatomy.leading
-    starts.insert(0, (anatomy.embed, "embed") if embedded else None)
-    for found, (branch, tap, reader) in zip(starts[:-1], readers, strict=True):
-        if found is None or (shortcut := branch.total.shortcut) is None:
-            continue
-        start, before = found
-        paths = [
-            [n for n in graph.on_paths([start], [end]) if kind(n) not in MOVES]
-            for end in (branch.x, shortcut)
-        ]
-        if paths[0] == paths[1]:
-            yield start, branch.x, before, tap, reader
+        start, before = None if norm is None else norm.end, branch.tap
 
 
 def _is_explained(context: DiagnosisContext, i: int, branch: Branch) -> bool:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compat.adaptation.anatomy.norms import Norm
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.attention import attention_in
 from compat.adaptation.diagnosis.context import DiagnosisContext
@@ -460,20 +459,12 @@ def _code_of_qkv(context: DiagnosisContext, number: int) -> str | None:
     return None if _include_bias(context, projecting) else "no_qkv_bias"
 
 
-def _other_parameters(context: DiagnosisContext, norm: Norm) -> list[Node]:
-    """Return the parameters of a norm that are neither its weight nor its bias."""
-    inside = context.graph.parameters_between([norm.end], [norm.start])
-    return [node for node in inside if node not in (norm.scale, norm.shift)]
-
-
 def _code_of_norm(context: DiagnosisContext, module: str, kind: str) -> str | None:
     """Return the code of a missing tensor of a norm."""
     norm, placed = context.norm_formulas.get(module), context.places.named.get(module)
     if placed is not None and norm is None:
         if (placed.scale if kind == "weight" else placed.shift) is not None:
             return None  # a norm over several axes, with weights for each token
-        if kind == "weight" and _other_parameters(context, placed):
-            return None  # x + norm(x), which is not constant without the weight
     if kind == "weight":
         return "no_ln_weight"
     return "no_ln_bias" if norm is None or norm.centred else None  # an RMSNorm has another code
@@ -707,9 +698,6 @@ def without_source(context: DiagnosisContext) -> Iterator[Deviation]:
         known |= {node for node in (norm.scale, norm.shift) if node is not None}
     for factors, _ in context.learned_factors.values():
         known |= {a for node in factors for a in node.all_input_nodes if a in graph.names}
-    for name, norm in context.places.named.items():
-        if context.norm_formulas.get(name) is None:  # other_norm
-            known |= {*_other_parameters(context, norm)}
     for ends, starts in _parts_with_findings(context):
         known |= {*graph.parameters_between(ends, starts)}
     known = known.union(later_tables(context), *graph.low_rank.values())
