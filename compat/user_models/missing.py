@@ -4,9 +4,9 @@ The model may not need them. Their names can be imported and used in annotations
 loaded, they can be called outside of functions, as in `config = load("config.yaml")`; such a call
 returns an `Unknown`. As decorators they return the decorated object. A call whose result is not
 used, such as `logger.info(…)`, does nothing in code that imports the library. One that makes an
-attribute for training, as in `self.loss = Loss()`, returns an `Unknown`. A class that derives from
-them alone is a name like them; one that derives from `nn.Module` too lacks only what they add. Any
-other use raises the import error.
+attribute for training, as in `self.loss = Loss()`, returns an `Unknown`, and one that makes a
+tokenizer a stand-in. A class that derives from them alone is a name like them; one that derives
+from `nn.Module` too lacks only what they add. Any other use raises the import error.
 
 A module of an installed library counts as missing too if it cannot be imported without another
 library, such as `torch.utils.tensorboard`, and so does a name that the installed version lacks.
@@ -47,6 +47,7 @@ Loaded = TypeVar("Loaded")
 
 # Names of what a model has for its training only.
 FOR_TRAINING = re.compile("(?i)loss|criterion|metric|accuracy|perplexity|logger")
+TOKENIZER = re.compile("(?i)tokeni[sz]er|vocab|sentencepiece")
 
 
 def despite_missing_libraries(load: Callable[[], Loaded]) -> Loaded:
@@ -170,16 +171,24 @@ def is_missing(value: object) -> bool:
 
 _loading: list[bool] = []
 _configs: list[GPT2Config] = []
+_tokenizers: list[object] = []
 
 
 @contextlib.contextmanager
-def known_sizes(config: GPT2Config) -> Iterator[None]:
-    """Run the body with the checkpoint's values for sizes that are read off an `Unknown`."""
+def known_sizes(config: GPT2Config, tokenizer: object) -> Iterator[None]:
+    """Run the body with the checkpoint's values for sizes that are read off an `Unknown`.
+
+    Args:
+        config: That of the checkpoint.
+        tokenizer: A stand-in for that of a missing library.
+    """
     _configs.append(config)
+    _tokenizers.append(tokenizer)
     try:
         yield
     finally:
         _configs.pop()
+        _tokenizers.pop()
 
 
 class Unknown:
@@ -187,7 +196,8 @@ class Unknown:
 
     What is read off it is unknown too, and what it returns while files are loaded. In the body of
     `known_sizes`, `tokenizer.vocab_size`, `args.dropout` and `len(tokenizer)` are the checkpoint's.
-    Any other use raises the exception that was raised when it was computed.
+    A call whose result is not used, such as `run.log(loss)`, does nothing. Any other use raises the
+    exception that was raised when it was computed.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -218,6 +228,8 @@ class Unknown:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _loading:
+            if _is_discarded(sys._getframe(1)):
+                return None
             raise self._error
         return args[0] if _decorates(sys._getframe(1), args, kwargs) else Unknown(self._error)
 
@@ -458,13 +470,16 @@ class _Missing(type):
             return Unknown(cls.error())
         names = [v for v in caller.f_globals.values() if isinstance(v, (_Missing, _MissingModule))]
         imported = any(name.library == cls.library for name in names)
-        following = _next_operations(caller) if imported else []
-        if following and following[0].opname == "POP_TOP":  # discards the result
+        if imported and _is_discarded(caller):
             return None
-        for after in following[1:]:  # after LOAD_FAST self
-            is_attribute = after.opname == "STORE_ATTR"
-            if is_attribute and FOR_TRAINING.search(f"{cls.__name__} {after.argval}"):
+        following = _next_operations(caller) if imported else []
+        for after in following:  # the second one stores the attribute, after LOAD_FAST self
+            named = f"{cls.__name__} {after.argval}"
+            if after.opname == "STORE_ATTR" and FOR_TRAINING.search(named):
                 return Unknown(cls.error())
+            if after.opname in ("STORE_ATTR", "STORE_FAST") and TOKENIZER.search(named):
+                if _tokenizers:
+                    return _tokenizers[-1]
         raise cls.error()
 
     def error(cls) -> ModuleNotFoundError:
@@ -475,6 +490,12 @@ class _Missing(type):
 def _line(frame: FrameType) -> str:
     """Return the line that a frame executes."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+def _is_discarded(caller: FrameType) -> bool:
+    """Return whether the result of the call that a frame executes is not used."""
+    following = _next_operations(caller)
+    return bool(following) and following[0].opname == "POP_TOP"
 
 
 def _next_operations(frame: FrameType) -> list[dis.Instruction]:

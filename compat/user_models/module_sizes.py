@@ -53,6 +53,7 @@ from compat.user_models.usage import (
     tree_of,
     user_modules,
 )
+from compat.user_models.vocabulary_argument import Vocabulary
 
 # All threads share a module's globals, so only one thread at a time may change them.
 _LOCK = threading.RLock()
@@ -73,7 +74,7 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
     function wait; code that reads these globals without calling it sees the changed values. For a
     function nothing changes, because it chooses the sizes itself.
     """
-    with _LOCK, known_sizes(config), contextlib.ExitStack() as undo:
+    with _LOCK, known_sizes(config, Vocabulary(config)), contextlib.ExitStack() as undo:
         modules = user_modules(target) if isinstance(target, type) else []
         _execute_what_is_read(modules)
         changed, by_use, aliases = False, _roles_by_use(modules), _roles_of_aliases(modules)

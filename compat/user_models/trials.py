@@ -515,7 +515,7 @@ class Search:
         may want fewer heads of keys than of queries, and the number of heads may be written in it,
         as in `x.view(B, T, 8, -1)`. A vocabulary may have to be as large as the user's, which is
         padded to a multiple of 64, because an id of it is written in the code. A switch may select
-        a variant of attention that the author has not finished.
+        a variant of attention that the author has not finished, also by default.
         """
         yield self._own_switches(self.config)
         entries = self._entries()
@@ -546,9 +546,10 @@ class Search:
         yield nested(dict.fromkeys(of_keys, self.config.n_head // 2))
         divisors = [n for n in self._numbers(2, 64) if self.config.n_embd % n == 0] + [1]
         yield from (nested(dict.fromkeys(heads, n)) for n in divisors if heads)
-        switches = [n for n, value in entries.items() if type(value) is bool]
+        values = {**_defaults(self.target), **entries}
+        switches = [n for n, value in values.items() if type(value) is bool]
         others = [n for n in switches if _has_no_role(n) or role_of(last_part(n)) in SIZES]
-        yield from (nested({name: not entries[name]}) for name in others)
+        yield from (nested({name: not values[name]}) for name in others)
         names, unset = [*map(last_part, entries)], sorted(entries.keys() & self._unset())
         computed = (name for name in unset if role_of(last_part(name), names) in COMPUTED)
         yield from (nested({name: None}) for name in computed)

@@ -1613,6 +1613,30 @@ class GPT(nn.Module):
     assert "config.use_streams=False" in call
 
 
+def test_a_default_with_which_the_code_cannot_be_built_is_turned_off(tmp_path: Path) -> None:
+    """The constructor passes its **kwargs to a config, of which compat sets the sizes only."""
+    source = """
+@dataclasses.dataclass
+class Config:
+    vocab_size: int = 5
+    n_embd: int = 4
+    use_folds: bool = True
+
+class GPT(nn.Module):
+    def __init__(self, **kwargs):
+        config = Config(**kwargs)
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.use_folds:
+            self.wte.folds = self.folds
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    model, call = described(tmp_path, f"import dataclasses\n{source}")
+    assert model.wte.num_embeddings == 97 and "use_folds=False" in call
+
+
 def test_a_config_that_cannot_be_printed_is_passed(tmp_path: Path) -> None:
     source = """
 class Config:

@@ -21,7 +21,7 @@ from transformers.utils.import_utils import is_spacy_available
 
 import compat
 from compat import AdaptError, GPT2Config
-from compat.user_models import construct, load_forward, load_target, time_limit
+from compat.user_models import construct, load_forward, load_target, resized, time_limit
 from compat.user_models.missing import is_missing
 from tests.user_models.own_file import build, loaded
 
@@ -293,8 +293,9 @@ def test_calls_of_a_missing_library_in_another_file_are_ignored_while_it_is_load
     write(tmp_path / "own_log.py", "import no_such_log\nlog = no_such_log.get(1).named('x')\n")
     path = write(tmp_path / "gpt.py", f"from own_log import log\n{GPT}    log = log")
     found = load_target(f"{path}:GPT")
+    vars(found)["log"].info("text")  # the result is not used
     with pytest.raises(ModuleNotFoundError, match="no_such_log"):
-        vars(found)["log"].info("text")
+        print(vars(found)["log"].info("text"))
     with pytest.raises(ModuleNotFoundError, match="no_such_log"):
         bool(vars(found)["log"])
 
@@ -513,11 +514,31 @@ def test_an_attribute_that_forward_does_not_use_may_need_a_missing_library(tmp_p
     path = write(tmp_path / "gpt.py", f"{text}        self.loss = loss.Fused(2)\n")
     fused = load_target(f"{path}:Fused")()
     with pytest.raises(ModuleNotFoundError, match="no_such_kernels"):
-        fused.loss(torch.ones(2))
+        print(fused.loss(torch.ones(2)))
     for used in ("self.norms = nn.Sequential(Norm(2))", "(lambda: loss.Fused(2))()"):
         path.write_text(f"{text}        {used}\n")
         with pytest.raises(ModuleNotFoundError, match="no_such_kernels"):
             load_target(f"{path}:Fused")()
+
+
+def test_a_tokenizer_of_a_missing_library_has_the_size_of_the_checkpoint(tmp_path: Path) -> None:
+    text = """
+import no_such_pieces as pieces
+from torch import nn
+class GPT(nn.Module):
+    def __init__(self, file_name, width):
+        super().__init__()
+        self.tokenizer = pieces.SentencePieceProcessor(file_name)
+        self.wte = nn.Embedding(self.tokenizer.vocab_size(), width)
+        self.loss = nn.CrossEntropyLoss(ignore_index=self.tokenizer.pad_id())
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    target = load_target(f"{write(tmp_path / 'gpt.py', text)}:GPT")
+    with pytest.raises(ModuleNotFoundError, match="no_such_pieces"):
+        target("tokens.model", 8)
+    with resized(target, GPT2Config(vocab_size=31)):
+        assert target("tokens.model", 8).wte.num_embeddings == 31
 
 
 def test_transformers_does_not_count_on_a_missing_library(
