@@ -34,6 +34,7 @@ from compat.adaptation.diagnosis.findings import (
 from compat.adaptation.diagnosis.first_block import first_block
 from compat.adaptation.diagnosis.proof import end_to_end
 from compat.adaptation.diagnosis.survey import (
+    missing_biases,
     softmaxes_of_scores,
     survey,
     wrong_mask,
@@ -58,7 +59,7 @@ from compat.adaptation.tracing.record import Untraceable
 from compat.adaptation.tracing.replaced import WithReplaced
 from compat.adaptation.tracing.rewrites import (
     drop_low_rank_terms,
-    drop_zero_terms,
+    drop_neutral_operands,
     lift_derived_weights,
     merge_stacked_products,
     split_projections,
@@ -72,10 +73,11 @@ from compat.user_models.eval_mode import eval_mode, restore_weights, saved_weigh
 
 # Rewrites of a graph, and whether parts that GPT-2 does not have are accepted after them.
 REWRITES: tuple[tuple[Callable[[Graph], bool], bool], ...] = (
-    (drop_zero_terms, False),
+    (drop_neutral_operands, False),
     (merge_stacked_products, False),
     (partial(lift_derived_weights, scaled=True), False),
     (drop_low_rank_terms, False),
+    (drop_low_rank_terms, True),
     (lambda graph: True, True),
     (split_projections, True),
 )
@@ -341,6 +343,7 @@ def _with_own_attention(run: Run, graph: Graph, error: UnknownPart) -> Adaptatio
     ends = f"its input is computed{start}, its result{end}"
     surveyed[0] = replace(surveyed[0], evidence=f"{surveyed[0].evidence}; {ends}")
     attended = torch.stack([each.attended for each in unknown]).any(dim=0)
+    surveyed += missing_biases(graph, run.model, unknown)
     if masked := wrong_mask(graph, nodes, mixing, attended):
         surveyed.append(masked)
     if merging := [node for each in unknown for node in each.unmerged]:

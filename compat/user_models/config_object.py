@@ -253,7 +253,8 @@ class ConfigMaker:
         if "transformers.modeling_utils.PreTrainedModel" in bases:  # which accepts no other config
             form: type = sys.modules["transformers"].PretrainedConfig
             return form
-        if usage.items and not any(role_of(each) in SIZES for each in usage.attributes):
+        by_attribute = (n for n in usage.attributes if role_of(n) in SIZES or n in usage.sections)
+        if usage.items and not any(by_attribute):
             return dict
         if usage.items or not usage.attributes or self._exports():
             return ReadableDict
@@ -409,6 +410,12 @@ class ConfigMaker:
                         getattr(module, node.name)
         for name, value in (item for m in modules for item in list(vars(m).items())):
             names: set[str] = set()
+            if (
+                isinstance(value, type)
+                and issubclass(value, dict)
+                and value.__init__ is dict.__init__
+            ):
+                continue  # whose items are read as attributes; it has no names of its own
             if isinstance(value, type) and _is_named_like(parameter, value):
                 return value
             is_config_class = isinstance(value, type) and name.lower().endswith(CONFIG_CLASSES)

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import io
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,7 @@ from compat.user_models.arguments import (
     entries_known,
     found_arguments,
     parameters_of,
+    required_names,
 )
 from compat.user_models.building import constructed, runs
 from compat.user_models.config_files import config_in_files, literals
@@ -44,6 +46,8 @@ from compat.user_models.synonyms import SIZES, plain, role_of
 from compat.user_models.trials import Search
 from compat.user_models.usage import reads, tree_of
 
+# Names of methods that initialize parameters and buffers.
+INITIALIZES = re.compile(r"^_?(re)?(init|reset)(ialize)?_?(parameters|weights|params|buffers)?$")
 # Roles whose values are the checkpoint's, or change no logits in eval mode.
 UNTOLD = SIZES | {"embd_pdrop", "attn_pdrop", "resid_pdrop", "device", "init"}
 
@@ -118,6 +122,9 @@ def construct_with_call(
         elif not works and not failure and _has_mixed_parameters(model):
             if works := runs(_with_float32_parameters(model), config):
                 more += "; outside autocast, your code only runs with float32 parameters"
+        if not works and not failure and (method := _initialized(model, config)):
+            works = True
+            more += f"; your code only runs after model.{method}()"
         other = None if works else next(Search(target, config, kwargs).other_ways(), None)
     if other is not None:
         sizes, own = other
@@ -136,6 +143,24 @@ def construct_with_call(
     elif failure is not None:
         raise failure
     return model, described + more
+
+
+def _initialized(model: nn.Module, config: GPT2Config) -> str:
+    """Call the method of the user's that initializes what the model needs to run.
+
+    An example is `init_weights`, which code calls that builds models without memory first.
+
+    Returns:
+        The name of the method, or "" if no method lets the model run.
+    """
+    for name in filter(INITIALIZES.search, dir(type(model))):
+        with contextlib.suppress(Exception), torch.no_grad():
+            method = getattr(model, name)
+            if not required_names(method):
+                method()
+                if runs(model, config):
+                    return name
+    return ""
 
 
 def _has_wider_buffers(model: nn.Module) -> bool:

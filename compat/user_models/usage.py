@@ -147,7 +147,7 @@ def _sections_in(tree: ast.Module) -> set[str]:
     variables: dict[str, str] = {}
     for node in _nodes(tree):
         pairs = assigned(node)
-        variables |= {ast.unparse(t): name for t, v in pairs if (name := _read(v)[1])}
+        variables |= {ast.unparse(t): name for t, v in pairs if (name := _read(_unwrapped(v))[1])}
     for node in _nodes(tree):
         owner, name = _read(node)
         if owner is not None and len(name) > 1 and role_of(name):
@@ -164,6 +164,16 @@ def assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
         case ast.Assign([target], value) | ast.AnnAssign(target, _, ast.expr() as value):
             return [(target, value)]
     return []
+
+
+def _unwrapped(node: ast.expr) -> ast.expr:
+    """Return `config.model` of `Config(config.model)` and of `Namespace(**config.model)`."""
+    match node:
+        case ast.Call(ast.Name(), [inner], []) | ast.Call(
+            ast.Name(), [], [ast.keyword(None, inner)]
+        ):
+            return inner
+    return node
 
 
 def _read(node: ast.AST) -> tuple[ast.expr | None, str]:

@@ -18,7 +18,7 @@ from compat.adaptation.mapping.linear_maps import LinearMap, linear_map, token_v
 from compat.adaptation.tracing.calling import find_signature
 from compat.adaptation.tracing.graph import Graph, ShapeChanged
 from compat.adaptation.tracing.record import to_graph
-from compat.adaptation.tracing.rewrites import drop_zero_terms
+from compat.adaptation.tracing.rewrites import drop_neutral_operands
 from tests.adaptation.catalogue import MODELS, MUTATIONS, composed
 from tests.adaptation.common import build, tiny_config
 
@@ -108,7 +108,7 @@ def test_zero_terms_are_dropped_only_if_the_graph_runs_with_other_ids(
 ) -> None:
     example = torch.tensor([ids])
     graph = to_graph(Routed(), lambda model, x: model(x), example)
-    assert drop_zero_terms(graph) is dropped
+    assert drop_neutral_operands(graph) is dropped
 
 
 def test_equal_operations_are_merged() -> None:

@@ -12,22 +12,37 @@ from torch.fx import Node
 from compat.adaptation.anatomy.dissect import NO_ATTENTION, UnknownPart
 from compat.adaptation.diagnosis import source
 from compat.adaptation.diagnosis.activations import (
+    CODE_OF,
     activation_code,
     called_activation,
     canonical_activation,
 )
 from compat.adaptation.diagnosis.attention import VIEWS
 from compat.adaptation.diagnosis.attention_formula import mask_code
+from compat.adaptation.diagnosis.attention_nodes import Span
 from compat.adaptation.diagnosis.blocks import tanh_gelu
 from compat.adaptation.diagnosis.findings import finding
 from compat.adaptation.diagnosis.registry import Deviation
 from compat.adaptation.result import Finding
-from compat.adaptation.tracing.contractions import SDPA
-from compat.adaptation.tracing.graph import DRAWS, RMS_NORMS, Graph, Place, kind, size
+from compat.adaptation.tracing.contractions import SDPA, contraction, product_behind
+from compat.adaptation.tracing.graph import (
+    DRAWS,
+    MOVES,
+    RMS_NORMS,
+    Graph,
+    Place,
+    kind,
+    live_users,
+    reads_parameter,
+    size,
+)
 from compat.adaptation.tracing.rewrites import SOFTMAXES
 from compat.config import HALF, GPT2Config, dtype_name
+from compat.errors import collapse_layers, listed
 
+OF_ACTIVATIONS = {*CODE_OF.values(), "other_activation"}
 EVIDENCE = "found in the graph, but not confirmed, because the model could not be mapped"
+BESIDE = "found in the graph; the rest was examined with GPT-2's {} instead"
 
 
 def survey(
@@ -61,12 +76,14 @@ def survey(
     values = {"n_embd": config.n_embd, **unknown.values}
     evidence = EVIDENCE
     if replaced_by:
-        evidence = f"found in the graph; the rest was examined with GPT-2's {replaced_by} instead"
+        evidence = BESIDE.format(replaced_by)
     first = Deviation(None, [place], values, evidence=evidence, code=unknown.code)
     if attention:
         observed = "observed while the model ran"
         first = Deviation(None, attention, evidence=observed, code="unused_attention")
     single = _deviations(graph, nodes, model, config)
+    if replaced_by == "attention":  # its activations, as of random features, are none of the MLP
+        single = [each for each in single if each.code not in OF_ACTIVATIONS]
     return [finding(first), *(finding(replace(each, evidence=evidence)) for each in single)]
 
 
@@ -102,6 +119,53 @@ def wrong_merge(graph: Graph, merging: Sequence[Node]) -> Finding:
     evidence = "observed: results of other tokens than those that the heads attend to change"
     code = "no_head_merge_transpose"
     return finding(Deviation(None, [place], evidence=evidence, code=code))
+
+
+def missing_biases(graph: Graph, model: nn.Module, spans: Sequence[Span]) -> list[Finding]:
+    """Return the findings for the projections without biases of attention of unknown structure.
+
+    Args:
+        graph: the model's graph.
+        model: the user's model.
+        spans: the attention of each layer.
+    """
+    span, width = spans[0], size(spans[0].start)[-1]
+    weights = {n: w for n in span.nodes if (w := _weight(graph, n)) and 4 * size(n)[-1] >= width}
+    of_input = [node for node in weights if not graph.ancestors[node] & weights.keys()]
+    last = product_behind(graph, span.end)
+    of_heads = [node for node in weights if node is last and node not in of_input]
+    found = []
+    for code, tensor, products in (
+        ("no_qkv_bias", "c_attn", of_input), ("no_proj_bias", "c_proj", of_heads),
+    ):  # fmt: skip
+        if products and not any(_has_bias(graph, node) for node in products):
+            lines = [source.built(model, weights[node]) for node in products]
+            names = [f"h.{i}.attn.{tensor}.bias" for i in range(len(spans))]
+            values = {"tensors": listed(collapse_layers(names)), "n_embd": width}
+            evidence = BESIDE.format("attention")
+            found.append(finding(Deviation(None, lines, values, evidence=evidence, code=code)))
+    return found
+
+
+def _weight(graph: Graph, node: Node) -> str:
+    """Return the name of the matrix of parameters by which an operation multiplies, or ""."""
+    product = contraction(node)
+    if product is None:
+        return ""
+    operands = [each for each in (product.a, product.b) if each not in graph.live]
+    found = [each for operand in operands for each in graph.parameters_of[operand]]
+    names = [graph.names[each] for each in found if graph.values[each].ndim == 2]
+    return names[0] if len(names) == 1 else ""
+
+
+def _has_bias(graph: Graph, node: Node) -> bool:
+    """Return whether a vector of parameters is added to a product, or by it."""
+    if kind(node) in ("addmm", "baddbmm") or (kind(node) == "linear" and len(node.args) > 2):
+        return True
+    users = live_users(graph, node)
+    while len(users) == 1 and kind(users[0]) in MOVES:
+        users = live_users(graph, users[0])
+    return any(kind(user) == "add" and reads_parameter(graph, user) for user in users)
 
 
 def _deviations(

@@ -173,32 +173,37 @@ def _update_shapes(graph: Graph, start: Node) -> None:
         node.meta["shape"] = tuple(value.shape)
 
 
-def drop_zero_terms(graph: Graph) -> bool:
-    """Remove terms of sums that are zero for all ids, such as LoRA's term while B = 0.
+def drop_neutral_operands(graph: Graph) -> bool:
+    """Remove terms of sums that are zero for all ids, and factors that are one.
 
-    This depends on the current values of the parameters. Attention is kept, which is zero in a new
-    model if its values are those of a constant, and only because their biases are.
+    Examples are LoRA's term while B = 0, and a mask of the heads with the largest results that
+    contains all heads. This depends on the current values of the parameters. Attention is kept,
+    which is zero in a new model if its values are those of a constant, and only because their
+    biases are.
 
     Returns:
-        Whether there was such a term, and the graph can be run with other ids.
+        Whether there was such an operand, and the graph can be run with other ids.
     """
-    sums = [
+    binary = [
         node for node in graph.nodes
-        if node in graph.live and kind(node) in ("add", "sub") and len(node.all_input_nodes) == 2
+        if node in graph.live and kind(node) in ("add", "sub", "mul")
+        and len(node.all_input_nodes) == 2
     ]  # fmt: skip
-    zero = {a for node in sums for a in live_inputs(graph, node)}
+    neutral = {(a, kind(node) == "mul") for node in binary for a in live_inputs(graph, node)}
     for ids in (graph.example, graph.example.roll(1)):
+        nodes = [*{node for node, _ in neutral}]
         try:
-            values = graph.run(zero, {graph.input: ids}, double=False)
+            values = graph.run(nodes, {graph.input: ids}, double=False)
         except RuntimeError:  # the graph runs on the example only, as where ids choose experts
             return False
-        zero = {node for node, value in zip(zero, values, strict=True) if not value.any()}
+        found = dict(zip(nodes, values, strict=True))
+        neutral = {(node, one) for node, one in neutral if (found[node] == int(one)).all()}
     dropped = False
-    for node in sums:
-        for kept, term in _orders(node)[: 2 if kind(node) == "add" else 1]:
-            if term not in zero or size(kept) != size(node):
+    for node in binary:
+        for kept, operand in _orders(node)[: 1 if kind(node) == "sub" else 2]:
+            if (operand, kind(node) == "mul") not in neutral or size(kept) != size(node):
                 continue
-            if kept not in graph.ancestors[term] or not _attends(graph, term, kept):
+            if kept not in graph.ancestors[operand] or not _attends(graph, operand, kept):
                 _replace(graph, node, kept)
                 dropped = True
                 break
