@@ -403,6 +403,17 @@ class SummedOutputSlices(Block):
         return out
 
 
+class LargestHeads(Block):
+    """The heads with the largest results are kept by a mask, and these are all heads."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        y = self.mix(*self.heads(x)).transpose(1, 2)  # (B, T, H, D)
+        out = torch.einsum("bthd,hdc->bthc", y, self.proj.weight.T.view(H, D, C))
+        norms = out.norm(dim=-1)
+        mask = torch.zeros_like(norms).scatter(-1, norms.topk(H, dim=-1).indices, 1.0)
+        return (out * mask[..., None]).sum(dim=2) + self.proj.bias
+
+
 class OutputPerHead(SeparateHeads):
     """Every head has its own output projection; the bias is added once."""
 
@@ -846,8 +857,8 @@ CLASSES: list[type[nn.Module]] = [
     PositionsPerToken, LoopOverRows, LoopOverRowsOfIds, with_block(RowsOfAttention),
     with_block(LoopOverHeads), with_block(SecondProductPerHead), with_block(ScoresPerHead),
     with_block(SeparateHeads), with_block(SlicedProjections), with_block(SummedOutputSlices),
-    with_block(OutputPerHead), with_block(OutputColumnsPerHead), with_block(InterleavedHeads),
-    with_block(LoopOverQueries),
+    with_block(LargestHeads), with_block(OutputPerHead), with_block(OutputColumnsPerHead),
+    with_block(InterleavedHeads), with_block(LoopOverQueries),
     with_block(LoopOverQueriesEinsum), with_block(LoopOverPositions), with_block(QueryChunks),
     with_block(MlpInWidthChunks), with_block(BiasAfterSum), VmapOverRows,
     with_block(VmapOverHeads), VmapEverything,

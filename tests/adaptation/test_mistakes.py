@@ -1364,6 +1364,24 @@ def test_the_activation_of_an_mlp_with_three_projections_is_named(
     assert "between the first and the last projection of the MLP" in extra.message
 
 
+def test_a_low_rank_term_beside_an_adapter_is_no_second_projection(
+    tiny: Path, tmp_path: Path
+) -> None:
+    edits = [
+        ("        self.drop = nn", "        self.a = nn.Parameter(torch.randn(dim, 2))\n"
+         "        self.b = nn.Parameter(torch.randn(2, dim))\n        self.drop = nn"),
+        ("self.W_query(x)", "self.W_query(x) + x @ self.a @ self.b * 0.5"),
+        ("        self.ff = FeedForward(dim)", "        self.ff = FeedForward(dim)\n"
+         "        self.into, self.back = nn.Linear(dim, 8), nn.Linear(8, dim)"),
+        ("        x = x + shortcut\n        return x", "        x = x + shortcut\n"
+         "        return x + self.back(F.relu(self.into(x)))"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    found = {f.code for f in adaptation.deviations}
+    assert found == {"extra_projection", "random_parameters", "low_rank_term"}
+    assert not adaptation.unmatched
+
+
 def test_an_activation_that_cannot_be_measured_breaks_parity(tiny: Path, tmp_path: Path) -> None:
     edits = [
         ("        self.down = nn", "        self.more = nn.Linear(4 * dim, 8 * dim)\n"
@@ -1769,6 +1787,12 @@ CALL_OF_ATTENTION = "        x = self.norm1(x)\n        x = self.att(x)\n       
         ([("        scores = scores.masked_fill", "        scores.masked_fill")], {"no_mask"}),
         ([("dim=-1)\n        weights = self.drop", "dim=-2)\n        weights = self.drop")],
          {"softmax_dim", "no_mask"}),
+        ([*((f"self.W_{name} = nn.Linear(dim, dim)", f"self.W_{name} = nn.Linear(dim, dim, False)")
+            for name in ("query", "key", "value")),
+          ("self.out_proj = nn.Linear(dim, dim)", "self.out_proj = nn.Linear(dim, dim, False)")],
+         {"no_qkv_bias", "no_proj_bias"}),
+        ([("self.W_query = nn.Linear(dim, dim)", "self.W_query = nn.Linear(dim, dim, bias=False)")],
+         set()),  # it may be another projection
     ],
 )  # fmt: skip
 def test_the_rest_of_a_model_with_unknown_attention_is_mapped_and_examined(
@@ -1831,6 +1855,12 @@ OTHER_ATTENTION = {
         "        queries, keys = F.elu(queries) + 1, F.elu(keys) + 1\n"
         "        total = torch.einsum('bhtd,bhte->bhtde', keys, values).cumsum(2)\n"
         "        out = torch.einsum('bhtd,bhtde->bhte', queries, total)\n"
+        "        out = out.transpose(1, 2).reshape(B, T, C)\n",
+        ".cumsum(2)",
+    ),
+    "linear attention with ReLU": (
+        "        total = torch.einsum('bhtd,bhte->bhtde', F.relu(keys), values).cumsum(2)\n"
+        "        out = torch.einsum('bhtd,bhtde->bhte', F.relu(queries), total)\n"
         "        out = out.transpose(1, 2).reshape(B, T, C)\n",
         ".cumsum(2)",
     ),
@@ -2856,6 +2886,9 @@ def test_missing_biases_are_a_deviation_of_a_gated_mlp_but_not_of_an_rmsnorm(
     assert "has no bias," in found["rmsnorm"].message
     assert found["gated_mlp"].tap == "h.0.act" and found["no_mlp_bias"].tap == "h.0.fc"
     assert "self.up = " in (found["no_mlp_bias"].source_line or "")
+    also = [place.rsplit(":", 1) for place in found["no_mlp_bias"].also]
+    lines = [linecache.getline(file, int(line)).split()[0] for file, line in also]
+    assert lines == ["self.down", "self.gate"]
 
 
 def test_a_table_of_pairs_is_named_at_its_line(tiny: Path, tmp_path: Path) -> None:

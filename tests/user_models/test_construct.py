@@ -1637,6 +1637,55 @@ class GPT(nn.Module):
     assert model.wte.num_embeddings == 97 and "use_folds=False" in call
 
 
+@pytest.mark.parametrize("annotation", ["", ": Config"])
+@pytest.mark.parametrize(
+    "section", ["config", "Config(config.sizes)", 'Config(**config["sizes"])', 'config["sizes"]']
+)
+def test_a_dictionary_with_attributes_is_a_config(
+    tmp_path: Path, annotation: str, section: str
+) -> None:
+    """`inspect` knows no signature of its class."""
+    source = f"""
+class Config(dict):
+    __getattr__ = dict.__getitem__
+
+class GPT(nn.Module):
+    def __init__(self, config{annotation}):
+        super().__init__()
+        self.cfg = {section}
+        self.wte = nn.Embedding(self.cfg["n_vocab"], self.cfg["d_hidn"])
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    model = build(tmp_path, source)
+    assert model.wte.weight.shape == (97, 24)
+
+
+def test_a_model_that_needs_its_own_initialization_is_initialized(tmp_path: Path) -> None:
+    source = """
+class GPT(nn.Module):
+    def __init__(self, n_vocab, n_embd):
+        super().__init__()
+        self.wte = nn.Embedding(n_vocab, n_embd)
+        self.scale = None
+
+    def init_params(self):
+        raise OSError
+
+    def init_weights(self):
+        self.scale = 2.0
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T * self.scale
+"""
+    model, call = described(tmp_path, source)
+    assert model.scale == 2.0 and "only runs after model.init_weights()" in call
+    own = source.replace("self.scale = None", "self.scale = 3.0")
+    model, call = described(tmp_path, own)
+    assert model.scale == 3.0 and "init_weights" not in call
+
+
 def test_a_config_that_cannot_be_printed_is_passed(tmp_path: Path) -> None:
     source = """
 class Config:

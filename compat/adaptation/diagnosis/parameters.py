@@ -371,6 +371,7 @@ def _missing(context: DiagnosisContext) -> Iterator[Deviation]:
         values = {"tensors": listed(collapse_layers(tensors)), "n_embd": context.config.n_embd}
         modules = dict.fromkeys(hf.rpartition(".")[0] for hf in tensors)
         lines = [place, *(line for m in modules for line in context.owners_of(f"{m}.weight"))]
+        lines += _gate_without_bias(context) if code == "no_mlp_bias" else []
         message = ""
         if code == "no_out_proj" and place:
             names = {path.rpartition(".")[2] for path, _ in context.model.named_modules()}
@@ -382,6 +383,18 @@ def _missing(context: DiagnosisContext) -> Iterator[Deviation]:
                 )
         tap = _first_tap(tensors[0])
         yield Deviation(tap, lines, values, changes, message=message, code=code)
+
+
+def _gate_without_bias(context: DiagnosisContext) -> list[Place | None]:
+    """Return the line that builds the second projection of a gated MLP, if it has no bias."""
+    layer = context.anatomy.layers[0]
+    if layer.gate is None:
+        return []
+    weights = context.graph.parameters_between([layer.gate], [layer.x2])
+    if _include_bias(context, weights):
+        return []
+    names = [name for node in weights for name in context.graph.parameter_names(node)]
+    return [source.built(context.model, name) for name in names]
 
 
 def _built_qkv(context: DiagnosisContext) -> Place | None:
