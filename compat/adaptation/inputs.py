@@ -19,6 +19,7 @@ from compat.adaptation.tracing.calling import (
     only_row,
     setup_methods,
 )
+from compat.adaptation.tracing.flex_attention import plain_flex_attention
 from compat.checkpoint import Checkpoint
 from compat.config import GPT2Config
 from compat.errors import AdaptError
@@ -56,6 +57,16 @@ def find_call(
             raise
     with finding_modules(users_folders(type(model))):
         return _find_call(model, checkpoint, ids)
+
+
+def can_be_called(model: nn.Module, checkpoint: Checkpoint) -> bool:
+    """Return whether a model returns logits in one of these calls, perhaps on another device."""
+    try:
+        with plain_flex_attention():
+            find_call(model, checkpoint, random_ids(checkpoint, length=6))
+    except Exception as error:
+        return needs_a_device(error)
+    return True
 
 
 def _find_call(

@@ -6,8 +6,9 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -34,8 +35,11 @@ from compat.summary import SEVERITY, further_places
 from compat.user_code import place
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from compat.adaptation.repair.repair import Target
 
+MOST_SECONDS = 60  # of processor time, to find another way to build a model
 COLOURS = {"breaks": "red", "drifts": "yellow", "limit": "magenta", "info": "cyan"}
 STAGES = {
     "trace": "recording the operations of the model",
@@ -250,9 +254,14 @@ class _Examination:
         return target, adaptation
 
     def _adapt(self, target: str) -> tuple[str, compat.Adaptation]:
-        """Build and adapt a model, and return the call that built it and the result."""
+        """Build and adapt a model, and return the call that built it and the result.
+
+        If the model returns no logits, it is built in another way in which it does.
+        """
+        from compat.adaptation.tracing.calling import NoLogitsError
         from compat.user_code import handle_errors
         from compat.user_models import construct_with_call, load_forward, load_target, resized
+        from compat.user_models.accelerators import needs_a_device
 
         self.notes.clear()  # those on a model that was refused
         forward = None if self.forward is None else load_forward(self.forward)
@@ -260,18 +269,47 @@ class _Examination:
         self.chosen.append(cls.__name__)
         # The spinner is shown on terminals only, and "line" consists of ASCII characters.
         status = Console(stderr=True).status("building the model …", spinner="line")
-        with status, handle_errors(cls):
-            built, call = construct_with_call(
-                cls, config, kwargs=self.kwargs, config_name=self.config_name
-            )
+        build = partial(
+            construct_with_call, cls, config, kwargs=self.kwargs, config_name=self.config_name
+        )
+
+        def adapted(built: nn.Module) -> compat.Adaptation:
             with resized(cls, config):  # forward may read the sizes too
-                return call, compat.adapt(
+                return compat.adapt(
                     built,
                     self.checkpoint,
                     part=self.part,
                     forward=forward,
                     progress=lambda stage: status.update(f"{STAGES.get(stage, stage)} …"),
                 )
+
+        with status, handle_errors(cls):
+            built, call = build()
+            try:
+                return call, adapted(built)
+            except NoLogitsError as error:
+                if needs_a_device(error):
+                    raise
+                try:
+                    built, other = build(runs=self._can_be_called())
+                    if other != call:
+                        return other, adapted(built)
+                except compat.AdaptError as failure:
+                    if needs_a_device(failure):
+                        raise
+                raise
+
+    def _can_be_called(self) -> Callable[[nn.Module, compat.GPT2Config], bool]:
+        """Return a function that calls models in all ways, for a limited time in all."""
+        from compat.adaptation.inputs import can_be_called
+
+        end = time.process_time() + MOST_SECONDS
+
+        def runs(model: nn.Module, sizes: compat.GPT2Config) -> bool:
+            in_sizes = replace(self.checkpoint, config=sizes)
+            return time.process_time() < end and can_be_called(model, in_sizes)
+
+        return runs
 
 
 def _summarize(

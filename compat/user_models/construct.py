@@ -43,7 +43,7 @@ from compat.user_models.config_object import merged
 from compat.user_models.entries import PLAIN, attributes, entries_of, flattened
 from compat.user_models.module_sizes import resized, undefined_sizes
 from compat.user_models.synonyms import SIZES, plain, role_of
-from compat.user_models.trials import Search
+from compat.user_models.trials import Runs, Search
 from compat.user_models.usage import reads, tree_of
 
 # Names of methods that initialize parameters and buffers.
@@ -92,11 +92,16 @@ def construct_with_call(
     kwargs: Mapping[str, Any] | None = None,
     config_name: str | None = None,
     other_ways: bool = True,
+    runs: Runs = runs,
 ) -> tuple[nn.Module, str]:
     """Return the model of `construct`, and the call that built it as text.
 
     Entries of configs in the target's module that the call contradicts follow, other than sizes and
     dropout, and names that were assumed, because the code reads and does not define them.
+
+    Args:
+        target, config, kwargs, config_name, other_ways: as for `construct`.
+        runs: Returns whether a model can be called. Other ways are tried if it cannot.
     """
     kwargs = kwargs or {}
     if not isinstance(target, type) or config_name is not None or not other_ways:
@@ -122,10 +127,10 @@ def construct_with_call(
         elif not works and not failure and _has_mixed_parameters(model):
             if works := runs(_with_float32_parameters(model), config):
                 more += "; outside autocast, your code only runs with float32 parameters"
-        if not works and not failure and (method := _initialized(model, config)):
+        if not works and not failure and (method := _initialized(model, config, runs)):
             works = True
             more += f"; your code only runs after model.{method}()"
-        other = None if works else next(Search(target, config, kwargs).other_ways(), None)
+        other = None if works else next(Search(target, config, kwargs, runs).other_ways(), None)
     if other is not None:
         sizes, own = other
         model, described = _built(target, sizes, merged(own, kwargs))
@@ -134,7 +139,8 @@ def construct_with_call(
         elif sizes.n_embd != config.n_embd:
             more += f"; your code runs in width {sizes.n_embd} and not in {config.n_embd}"
         else:
-            more += f"; your code runs with one layer and not with {config.n_layer}"
+            count = "one layer" if sizes.n_layer == 1 else f"{sizes.n_layer} layers"
+            more += f"; your code runs with {count} and not with {config.n_layer}"
     elif isinstance(failure, UnknownArguments) and search.errors:
         values = "each value" if len(search.errors) == 1 else "most values"
         raised = f"With {values} that compat tried, {target.__name__} raised"
@@ -145,7 +151,7 @@ def construct_with_call(
     return model, described + more
 
 
-def _initialized(model: nn.Module, config: GPT2Config) -> str:
+def _initialized(model: nn.Module, config: GPT2Config, runs: Runs) -> str:
     """Call the method of the user's that initializes what the model needs to run.
 
     An example is `init_weights`, which code calls that builds models without memory first.

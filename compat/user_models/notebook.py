@@ -145,7 +145,10 @@ class LazyModule:
             elif errors := [e for source, e in self._broken if definition.search(source)]:
                 raise errors[0]
         if name not in vars(self.module):
-            raise AttributeError(f"{self.module.__file__} has no {name!r}")
+            submodule = sys.modules.get(f"{self.module.__name__}.{name}")  # of a package
+            if submodule is None:
+                raise AttributeError(f"{self.module.__file__} has no {name!r}")
+            return submodule
         return vars(self.module)[name]
 
     def _execute(self, name: str) -> None:

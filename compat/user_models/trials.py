@@ -76,6 +76,8 @@ from compat.user_models.usage import (
 # Builds the user's model in the sizes of a config, with additional arguments, and calls it: the
 # model, and whether it could be called.
 Run = Callable[[GPT2Config, Mapping[str, Any]], tuple[nn.Module, bool]]
+# Returns whether a model of these sizes can be called.
+Runs = Callable[[nn.Module, GPT2Config], bool]
 
 MOST_BUILDS = 400
 MOST_SECONDS = 30  # of one search
@@ -112,6 +114,7 @@ class Search:
         target: The user's class.
         config: The config of the checkpoint.
         kwargs: Arguments that the caller sets.
+        runs: Returns whether a model of these sizes can be called, for `other_ways`.
 
     Attributes:
         small: The sizes of the trial models.
@@ -121,9 +124,13 @@ class Search:
     """
 
     def __init__(
-        self, target: type[nn.Module], config: GPT2Config, kwargs: Mapping[str, Any]
+        self,
+        target: type[nn.Module],
+        config: GPT2Config,
+        kwargs: Mapping[str, Any],
+        runs: Runs = runs,
     ) -> None:
-        self.target, self.config, self.kwargs = target, config, kwargs
+        self.target, self.config, self.kwargs, self.runs = target, config, kwargs, runs
         self.small = small_config(config)
         self.chosen: dict[str, Value] = {}
         self.errors = Counter[str]()
@@ -484,13 +491,18 @@ class Search:
     def other_ways(self) -> Iterator[tuple[GPT2Config, dict[str, Any]]]:
         """Yield other widths or other arguments with which the model runs.
 
-        Switches have the user's defaults, arguments whose default is None have a value, all
-        arguments are those of a call of the user's, sizes have other meanings than their names, the
-        width is a number that the code contains, as in `nn.LayerNorm(384)` beside sizes that are
-        arguments, the context is shorter, or there is one layer.
+        The number of layers is one that the code contains, switches have the user's defaults,
+        arguments whose default is None have a value, all arguments are those of a call of the
+        user's, sizes have other meanings than their names, the width is a number that the code
+        contains, as in `nn.LayerNorm(384)` beside sizes that are arguments, the context is shorter,
+        or there is one layer.
         """
         config, C = self.config, self.config.n_embd
         if not self._runs_in(C, {}):  # or else the reason is another size, such as the context's
+            for n in self._numbers(2, 32):
+                deep = replace(config, n_layer=n)
+                owns = ({}, *self._other_heads())
+                yield from ((deep, own) for own in owns if self._runs(deep, own, deep))
             with_more = (own for own in self._more_values() if own and self._runs_in(C, own))
             yield from ((config, own) for own in chain(with_more, self._as_called()))
             widths = (n for n in self._numbers(8, 4096) if self._runs_in(n, {}))
@@ -540,12 +552,7 @@ class Search:
         words = [name for name in entries if role_of(last_part(name)) == "vocab_size"]
         larger = [n for n in self._numbers(self.config.vocab_size + 1, 2**18) if n % 64 == 0]
         yield from (nested(dict.fromkeys(words, n)) for n in larger if words)
-        numbers = [name for name, value in entries.items() if isinstance(value, int | None)]
-        heads = [name for name in numbers if role_of(last_part(name)) == "n_head"]
-        of_keys = [name for name in heads if "kv" in plain(last_part(name))]
-        yield nested(dict.fromkeys(of_keys, self.config.n_head // 2))
-        divisors = [n for n in self._numbers(2, 64) if self.config.n_embd % n == 0] + [1]
-        yield from (nested(dict.fromkeys(heads, n)) for n in divisors if heads)
+        yield from self._other_heads()
         values = {**_defaults(self.target), **entries}
         switches = [n for n, value in values.items() if type(value) is bool]
         others = [n for n in switches if _has_no_role(n) or role_of(last_part(n)) in SIZES]
@@ -553,6 +560,19 @@ class Search:
         names, unset = [*map(last_part, entries)], sorted(entries.keys() & self._unset())
         computed = (name for name in unset if role_of(last_part(name), names) in COMPUTED)
         yield from (nested({name: None}) for name in computed)
+
+    def _other_heads(self) -> Iterator[dict[str, Any]]:
+        """Yield fewer heads of keys than of queries, and numbers of heads that the code contains.
+
+        One head is last, for code with a fixed width of the heads.
+        """
+        numbers = [n for n, value in self._entries().items() if isinstance(value, int | None)]
+        heads = [name for name in numbers if role_of(last_part(name)) == "n_head"]
+        of_keys = [name for name in heads if "kv" in plain(last_part(name))]
+        if of_keys:
+            yield nested(dict.fromkeys(of_keys, self.config.n_head // 2))
+        divisors = [n for n in self._numbers(2, 64) if self.config.n_embd % n == 0] + [1]
+        yield from (nested(dict.fromkeys(heads, n)) for n in divisors if heads)
 
     def _unset(self) -> set[str]:
         """Return the arguments, and the entries of config classes, whose default is None."""
@@ -613,7 +633,7 @@ class Search:
         with contextlib.suppress(Exception, SystemExit):
             arguments = self._arguments_in(sizes, own)
             with resized(self.target, sizes):
-                return runs(constructed(self.target, arguments, sizes), called_in)
+                return self.runs(constructed(self.target, arguments, sizes), called_in)
         return False
 
     def _as_called(self, names: Collection[str] = ()) -> Iterator[dict[str, Any]]:

@@ -455,7 +455,7 @@ class _Dissection:
     def run(self) -> Anatomy:
         graph = self.graph
         levels = self._levels(self._attention_ops())
-        tokens, looked_up = self._embedding()
+        tokens, looked_up = self._embedding(levels[0] if levels else [])
         embed, own_input = self._later_sum(looked_up) or (looked_up, None)
         self.width = size(tokens)[-1]
         head = self._head(tokens)
@@ -601,8 +601,13 @@ class _Dissection:
             levels[own].append(op)
         return levels
 
-    def _embedding(self) -> tuple[Node, Node]:
-        """Return the token embedding, and the same with positions and factors, before any norm."""
+    def _embedding(self, first: list[AttentionOp]) -> tuple[Node, Node]:
+        """Return the token embedding, and the same with positions and factors, before any norm.
+
+        Args:
+            first: the attention of the first layer. A table that only its values depend on is no
+                token embedding.
+        """
         index = self.index
         tables = [  # a table looked up by the ids, or multiplied with one-hot vectors of them
             node for node in index.live
@@ -612,7 +617,8 @@ class _Dissection:
             raise AdaptError(
                 "the model has no token embedding. No table of parameters is looked up by the ids"
             )
-        embed = tables[0]
+        queries = set[Node]().union(*(self.graph.ancestors[op.q.node] for op in first))
+        tokens = embed = next((node for node in tables if node in queries), tables[0])
         for node, is_meeting in below(self.graph, embed):
             moves = kind(node) in MOVES or kind(node) == "getitem"
             inputs = live_inputs(self.graph, node) if kind(node) in EMBEDDINGS else ()
@@ -620,7 +626,7 @@ class _Dissection:
                 break
             if is_meeting and prod(size(node)) == prod(size(embed)):
                 embed = node
-        return tables[0], embed
+        return tokens, embed
 
     def _later_sum(self, looked_up: Node) -> tuple[Node, Node] | None:
         """Return the sum with positions behind a norm or a projection, and its own operand."""
