@@ -491,20 +491,21 @@ class Search:
     def other_ways(self) -> Iterator[tuple[GPT2Config, dict[str, Any]]]:
         """Yield other widths or other arguments with which the model runs.
 
-        The number of layers is one that the code contains, switches have the user's defaults,
-        arguments whose default is None have a value, all arguments are those of a call of the
-        user's, sizes have other meanings than their names, the width is a number that the code
-        contains, as in `nn.LayerNorm(384)` beside sizes that are arguments, the context is shorter,
-        or there is one layer.
+        Switches have the user's defaults, arguments whose default is None have a value, the number
+        of layers is one that the code contains, all arguments are those of a call of the user's,
+        sizes have other meanings than their names, the width is a number that the code contains, as
+        in `nn.LayerNorm(384)` beside sizes that are arguments, the context is shorter, or there is
+        one layer.
         """
         config, C = self.config, self.config.n_embd
         if not self._runs_in(C, {}):  # or else the reason is another size, such as the context's
+            with_more = (own for own in self._more_values() if own and self._runs_in(C, own))
+            yield from ((config, own) for own in with_more)
             for n in self._numbers(2, 32):
                 deep = replace(config, n_layer=n)
                 owns = ({}, *self._other_heads())
                 yield from ((deep, own) for own in owns if self._runs(deep, own, deep))
-            with_more = (own for own in self._more_values() if own and self._runs_in(C, own))
-            yield from ((config, own) for own in chain(with_more, self._as_called()))
+            yield from ((config, own) for own in self._as_called())
             widths = (n for n in self._numbers(8, 4096) if self._runs_in(n, {}))
             yield from ((self._in_width(width, config), {}) for width in widths)
             with contextlib.suppress(AdaptError, ModuleNotFoundError):

@@ -180,6 +180,7 @@ class CallSignature:
         time_first: the model takes ids (T, B) and returns logits (T, B, V).
         of_loss: the model returns the loss and no logits, which are what it computes the loss from.
         setup: the name of a method that makes the masks of the call, without which it fails.
+        prefix: how many positions the model puts before those of the ids, as for a condition.
     """
 
     arguments: tuple[tuple[str, Value], ...] = ()
@@ -192,6 +193,7 @@ class CallSignature:
     time_first: bool = False
     of_loss: bool = False
     setup: str = ""
+    prefix: int = 0
 
     @property
     def input_shape(self) -> str:
@@ -242,7 +244,8 @@ class CallSignature:
             return find_logits(output, ids[None], self.last)[0]
         if self.time_first and not self.last:
             return find_logits(output, ids.mT).transpose(0, 1)
-        return find_logits(output, ids, self.last)
+        longer = torch.cat([ids[:, :1].expand(-1, self.prefix), ids], dim=1)
+        return find_logits(output, longer, self.last)[:, self.prefix :]
 
     def _output(self, model: nn.Module, ids: Tensor) -> Any:
         """Call the model on ids (B, T), or (T,) if `rows` is 0."""
@@ -412,9 +415,15 @@ def _none_marked(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.zeros_like(ids)
 
 
-def _zeros(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return a vector of zeros for each sequence, as wide as the narrowest projection takes."""
-    widths = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
+def _zeros(name: str, model: nn.Module, ids: Tensor) -> Tensor:
+    """Return a vector of zeros for each sequence, as wide as its projection takes.
+
+    Where `forward` does not project it first, it is as wide as the narrowest projection takes.
+    """
+    reader = re.search(rf"self\.(\w+)\(\s*{name}\b", source_of(model.forward))
+    own = getattr(model, reader[1], None) if reader else None
+    modules = [own] if isinstance(own, nn.Linear) else model.modules()
+    widths = [module.in_features for module in modules if isinstance(module, nn.Linear)]
     return torch.zeros(len(ids), min(widths, default=1))
 
 
@@ -445,7 +454,7 @@ VALUES: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("cache|past|kv|mems?$|memory|state", (_nothing, _nothing_for_each_layer)),
     ("mask", (_nothing, _ones, _none_marked, _all_true)),
     ("^n_|^num_|_num_|window", (_length,)),  # a number, of blocks in a window for example
-    ("", (_nothing, _ids, _zeros)),  # as for a decoder beside an encoder, or a condition
+    ("", (_nothing, _ids)),  # as for a decoder beside an encoder
 )
 
 
@@ -458,7 +467,9 @@ def _values(name: str) -> tuple[Value, ...]:
         return (_always(value),)
     if _is_mask(name):
         return tuple(_masks().values())
-    values = next(values for pattern, values in VALUES if re.search(pattern, name))
+    pattern, values = next(each for each in VALUES if re.search(each[0], name))
+    if not pattern:
+        return (*values, partial(_zeros, name))  # a condition
     return (*values, partial(_initial, name)) if _nothing_for_each_layer in values else values
 
 
@@ -520,6 +531,7 @@ def find_signature(
     usual, optional = _signatures(model, form), _with_optional_arguments(model, form)
     for signatures in (
         *((optional, usual) if form.setup else (usual, optional)),
+        [(text, replace(signature, prefix=1)) for text, signature in usual if signature.arguments],
         _signatures(model, replace(form, last=True)),
         [(text, replace(signature, of_loss=True)) for text, signature in usual],
     ):
