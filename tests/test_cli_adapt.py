@@ -91,6 +91,52 @@ class OtherGPT(nn.Module):
     assert refused.code == 3 and not refused.out
 
 
+def test_a_model_that_runs_in_one_depth_only_is_built_in_it(cli: Cli, tiny: Path) -> None:
+    """That is only known once it is called with all arguments that it requires."""
+    Path("deep.py").write_text(
+        GPT.replace("def forward(self, ids):", "def forward(self, ids, targets):\n"
+                    "        assert len(self.blocks) == 6")
+    )  # fmt: skip
+    done = cli("adapt", "deep.py", "--model", tiny)
+    assert done.code == 1 and "n_layer_mismatch" in done.out
+    [note] = [line for line in _notes(done.err) if "compat built" in line]
+    assert note.endswith("layers=6); your code runs with 6 layers and not with 3")
+
+
+def test_a_model_that_takes_vectors_is_built_with_the_switch_for_ids(cli: Cli, tiny: Path) -> None:
+    """The switch is only in the body of the config's class."""
+    configured = """
+
+class Config:
+    discrete = False
+
+    def __init__(self, vocab, context, **kwargs):
+        self.vocab, self.context = vocab, context
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+
+
+class Behaviour(MyGPT):
+    def __init__(self, config: Config):
+        super().__init__(
+            config.vocab, config.context, config.width, config.heads, config.layers
+        )
+        self.discrete = config.discrete
+
+    def forward(self, ids):
+        if not self.discrete:
+            B, T, C = ids.shape
+        return super().forward(ids)
+"""
+    Path("switched.py").write_text(GPT + configured)
+    done = cli("adapt", "switched.py", "--model", tiny)
+    assert done.code == 0
+    [note] = [line for line in _notes(done.err) if "compat built" in line]
+    assert "; your code only runs with config.discrete=True" in note
+    own = cli("adapt", "switched.py", "--model", tiny, "--kwargs", '{"config": {"discrete": true}}')
+    assert own.code == 0 and "only runs with" not in own.err
+
+
 def check_instead_of(cli: Cli, tiny: Path, refused: str, last: str) -> None:
     """Check that MyGPT is examined in a file whose last model is refused."""
     Path("two.py").write_text(GPT + last)

@@ -155,8 +155,6 @@ def _adapt_in_own_type(model: nn.Module, checkpoint: Checkpoint, options: Option
         with converted(model, dtypes, to), _types_replaced(model, to):
             adaptation = _adapt(model, checkpoint, options)
     except AdaptError:
-        if not mixed:
-            raise
         adaptation = _adapt(model, checkpoint, options)  # the code relies on the data types
     adaptation = _confirm(model, checkpoint, adaptation, options, narrow)
     found = [mixed_types(model)] if mixed else []

@@ -23,6 +23,7 @@ _DEVICE = re.compile(r"(cuda|mps|xpu)(:\d+)?")
 _MISSING = re.compile(
     r"compiled with (CUDA|XPU) enabled|NVIDIA driver|support for mps|MPS backend|'_cuda_\w+'"
     r"|arguments from the '(CUDA|MPS|XPU)' backend|Cannot access accelerator device"
+    r"|No available kernel"
 )
 # What code raises that torchrun has to start, such as `dist.get_world_size()`.
 _NO_GROUP = re.compile(
@@ -54,13 +55,27 @@ def on_available_device(run: Callable[[], Result]) -> tuple[Result, bool]:
                 return on_available_device(run)
         if not needs_a_device(error):
             raise
-    with _OnCpu(), patch.multiple(torch.cuda, **_IDLE):
+    with _OnCpu(), patch.multiple(torch.cuda, **_IDLE), _with_math_kernel():
         return run(), True
 
 
 def needs_a_device(error: BaseException) -> bool:
     """Return whether an error is that of torch where a device is missing."""
     return _MISSING.search(str(error)) is not None
+
+
+@contextlib.contextmanager
+def _with_math_kernel() -> Iterator[None]:
+    """Let attention use torch's kernel for every device also where code selects others.
+
+    An example is `sdpa_kernel(SDPBackend.FLASH_ATTENTION)`.
+    """
+    select, before = torch._C._set_sdp_use_math, torch._C._get_math_sdp_enabled()
+    try:
+        with patch.object(torch._C, "_set_sdp_use_math", lambda enabled: select(True)):
+            yield
+    finally:
+        select(before)
 
 
 @contextlib.contextmanager

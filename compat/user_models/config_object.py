@@ -358,10 +358,12 @@ class ConfigMaker:
                     set_attribute(
                         made, name, eval(value, {n: getattr(made, n) for n in value.co_names})
                     )
-        # Entries that the class lacks, because the model has outgrown it.
+        # Entries that the class lacks, because the model has outgrown it, or has in its body.
         for name, value in entries.items():
-            if name not in {*parameters, *self.usage.sections} and not hasattr(made, name):
-                set_attribute(made, name, value)
+            of_class = name in vars(template)
+            if name not in {*parameters, *self.usage.sections}:
+                if not hasattr(made, name) or (of_class and name not in vars(made)):
+                    set_attribute(made, name, value)
         # Fields of a class whose decorator is that of a missing library, such as attrs.
         for name, annotation in inspect.get_annotations(template).items():
             if not parameters and not hasattr(made, name):

@@ -68,6 +68,7 @@ from compat.user_models.usage import (
     embedding_widths,
     factors_of,
     is_of_one_head,
+    is_users_class,
     reads,
     roles_by_use,
     users_nodes,
@@ -554,7 +555,7 @@ class Search:
         larger = [n for n in self._numbers(self.config.vocab_size + 1, 2**18) if n % 64 == 0]
         yield from (nested(dict.fromkeys(words, n)) for n in larger if words)
         yield from self._other_heads()
-        values = {**_defaults(self.target), **entries}
+        values = {**_defaults(self.target), **self._of_classes(), **entries}
         switches = [n for n, value in values.items() if type(value) is bool]
         others = [n for n in switches if _has_no_role(n) or role_of(last_part(n)) in SIZES]
         yield from (nested({name: not values[name]}) for name in others)
@@ -589,6 +590,16 @@ class Search:
         with contextlib.suppress(AdaptError):
             return self._with_entries(self._arguments_in(self.config))
         return {}
+
+    def _of_classes(self) -> dict[str, Any]:
+        """Return the attributes of the classes of configs, which their instances may replace."""
+        found: dict[str, Any] = {}
+        with contextlib.suppress(AdaptError):
+            for name, made in self._arguments_in(self.config).items():
+                classes = [cls for cls in reversed(type(made).__mro__) if is_users_class(cls)]
+                own = {key: value for cls in classes for key, value in vars(cls).items()}
+                found |= {f"{name}.{key}": value for key, value in own.items()}
+        return found
 
     def _shorter(self) -> dict[str, Any]:
         """Return a context with which alone the model runs; {} if the code has no such size.

@@ -255,6 +255,21 @@ def test_required_arguments_are_recognized_by_their_names(cls: Callable[[], Plai
     assert model.training
 
 
+def test_logits_of_a_condition_before_the_tokens_are_left_out() -> None:
+    class Conditioned(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(31, self.table.embedding_dim)
+
+        def forward(self, ids: Tensor, condition: Tensor) -> Tensor:
+            return torch.cat([self.project(condition)[:, None], self.table(ids)], dim=1)
+
+    model = Conditioned()
+    signature = find_signature(model, IDS)
+    assert signature.prefix == 1
+    assert torch.equal(signature(model, IDS), model.table(IDS))
+
+
 def test_a_model_that_returns_only_the_last_position_is_accepted() -> None:
     model = Last()
     signature = find_signature(model, IDS)

@@ -1940,6 +1940,39 @@ def test_a_model_whose_blocks_cannot_be_mapped_is_examined_around_and_inside_the
     assert all(words.startswith("confirmed, with GPT-2's") for words in evidence)
 
 
+def test_a_condition_before_the_tokens_is_named(tiny: Path, tmp_path: Path) -> None:
+    """The model takes it as an argument and returns logits for it too."""
+    loop = f"{LOOP}            x = block(x)\n"
+    edits = [
+        (HEAD, f"        self.project = nn.Linear(31, emb_dim)\n{HEAD}"),
+        ("    def forward(self, ids):\n", "    def forward(self, ids, image):\n"),
+        (loop, f"        x = torch.cat([self.project(image)[:, None], x], dim=1)\n{loop}"),
+    ]
+    adaptation = adapted(tiny, tmp_path, [*edits, (GELU, "F.gelu(self.up(x))")])
+    assert {f.code for f in adaptation.deviations} == {"extra_tokens", "erf_gelu"}
+    assert "torch.cat([self.project" in (adaptation.findings[0].source_line or "")
+
+
+def test_an_embedding_that_only_values_read_is_not_the_token_embedding(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """It is looked up before that of the tokens."""
+    edits = [
+        (HEAD, f"        self.values = nn.Embedding(vocab_size, emb_dim)\n{HEAD}"),
+        ("        x = self.tok_emb(ids)", "        more = self.values(ids)\n"
+         "        x = self.tok_emb(ids)"),
+        ("            x = block(x)\n", "            x = block(x, more)\n"),
+        (BLOCK, BLOCK.replace("x)", "x, more)")),
+        ("        x = self.att(x)\n", "        x = self.att(x, more)\n"),
+        (ATTENTION, ATTENTION.replace("x)", "x, more)")),
+        ("values = self.W_value(x)", "values = self.W_value(x) + 0.5 * more"),
+    ]  # fmt: skip
+    adaptation = adapted(tiny, tmp_path, edits)
+    assert {f.code for f in adaptation.deviations} == {"extra_operation", "random_parameters"}
+    table = next(row for row in adaptation.name_map.rows if row.hf == "wte.weight")
+    assert table.ours == ("tok_emb.weight",) and not adaptation.unmatched
+
+
 @pytest.mark.parametrize(
     ("edits", "codes"),
     [
@@ -2868,6 +2901,16 @@ def test_a_second_call_of_attention_is_not_a_layer(tiny: Path, tmp_path: Path) -
     adaptation = adapted(tiny, tmp_path, [("x = self.ff(x)", "x = self.att(x)")])
     codes = {f.code for f in adaptation.deviations}
     assert {"shared_parameters", "no_mlp"} <= codes and "n_layer_mismatch" not in codes
+
+
+def test_two_projections_that_are_added_are_no_gate(tiny: Path, tmp_path: Path) -> None:
+    edits = [
+        ("self.up = nn.Linear(dim, 4 * dim)", "self.up = nn.Linear(dim, 4 * dim)\n"
+         "        self.beside = nn.Linear(dim, 4 * dim)"),
+        (GELU, "F.relu(self.up(x)) + self.beside(x)"),
+    ]  # fmt: skip
+    found = only_finding(adapted(tiny, tmp_path, edits), "gated_mlp")
+    assert found.message.startswith("the MLP adds the results of two projections")
 
 
 def test_missing_biases_are_a_deviation_of_a_gated_mlp_but_not_of_an_rmsnorm(

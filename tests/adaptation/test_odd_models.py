@@ -100,6 +100,14 @@ class ProjectionWithoutBias(GPT):
             block.proj = nn.Linear(48, 48, bias=False)
 
 
+class SharedBlocks(GPT):
+    """The model is wider, and its blocks are one."""
+
+    def __init__(self) -> None:
+        super().__init__(emb_dim=48)
+        self.blocks = nn.ModuleList([self.blocks[0]] * 3)
+
+
 class HeadsOfWidth(GPT):
     """The heads are not 24 / 4 = 6 channels wide."""
 
@@ -846,6 +854,10 @@ def sized(**sizes: int) -> Build:
 # Each model, with a part of the message of every finding that is expected.
 FINDINGS: dict[str, tuple[Build, dict[str, str]]] = {
     "width": (sized(emb_dim=48), {"n_embd_mismatch": "emb_dim is 48, but the checkpoint has 24"}),
+    "width and shared blocks": (
+        SharedBlocks,
+        {"n_embd_mismatch": "width is 48", "shared_parameters": "share one set of parameters"},
+    ),
     "narrower": (
         sized(emb_dim=12),
         {"n_embd_mismatch": "emb_dim is 12, but the checkpoint has 24"},

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from compat import AdaptError, adapt
@@ -18,6 +20,14 @@ from compat.user_code import translated
 from compat.user_models import load_target, on_available_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has the device")
+
+
+def flash_attention() -> Tensor:
+    """Only kernels of other devices compute this with dropout."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        q = torch.ones(1, 1, 3, 8)
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5, is_causal=True)[0, 0, :, 0]
+
 
 USES: dict[str, Callable[[], Tensor]] = {
     "to": lambda: torch.ones(3).to("cuda"),
@@ -27,6 +37,7 @@ USES: dict[str, Callable[[], Tensor]] = {
     "a factory": lambda: torch.arange(3, device="cuda:0"),
     "the current device": lambda: torch.arange(3, device=torch.cuda.current_device()),
     "after other calls": lambda: [torch.cuda.set_device(0), torch.ones(3)][1],  # type: ignore[func-returns-value]
+    "a kernel": flash_attention,
     "a module": lambda: nn.Linear(2, 3, device="cuda").cuda().bias,
     "a module's to": lambda: nn.Linear(2, 3).to("cuda").bias,
 }

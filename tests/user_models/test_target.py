@@ -987,6 +987,19 @@ def test_an_imported_module_that_ends_the_program_is_ignored(tmp_path: Path) -> 
     assert load_target(str(path)).width == 8  # type: ignore[attr-defined]
 
 
+def test_a_module_of_a_package_that_is_not_executed_is_its_attribute(tmp_path: Path) -> None:
+    """The package's `__init__.py` fails, so that only what is read of it is executed."""
+    write(tmp_path / "own_parts" / "__init__.py", "import sys\n\nsys.exit(1)\n")
+    write(tmp_path / "own_parts" / "sizes.py", "import own_parts.widths\n\n"
+          "def width():\n    return own_parts.widths.WIDTH\n")  # fmt: skip
+    write(tmp_path / "own_parts" / "widths.py", "WIDTH = 8\n")
+    model = "class GPT(nn.Embedding):\n    width = width()\n"
+    path = write(
+        tmp_path / "gpt.py", f"from torch import nn\nfrom own_parts.sizes import width\n\n{model}"
+    )
+    assert load_target(str(path)).width == 8  # type: ignore[attr-defined]
+
+
 def test_a_module_in_a_folder_of_the_authors_machine_is_found(tmp_path: Path) -> None:
     write(tmp_path / "layers" / "sizes_of_mine.py", "WIDTH = 8\n")
     lines = ["import sys", "sys.path.append('/home/author/layers')", "from torch import nn"]

@@ -187,6 +187,12 @@ def _late_lines(context: DiagnosisContext, i: int) -> list[Place | None]:
     return [*lines, source.beside(graph, last, node), source.projecting(graph, model, last)]
 
 
+ADDS = (
+    "the MLP adds the results of two projections, but GPT-2's MLP has one projection before the "
+    "activation"
+)
+
+
 @deviation(
     "the MLP is gated (it multiplies the results of two projections{like}), but GPT-2's MLP has "
     "one projection before the activation",
@@ -204,7 +210,8 @@ def gated_mlp(context: DiagnosisContext) -> Iterator[Deviation]:
             lines += [source.torch_built(model, [n]) or graph.place(n) for n in activations]
             lines.append(graph.place(product))
             values = {"like": _gated_like(context, layer, product)}
-            yield Deviation(f"h.{i}.act", lines, values)
+            message = ADDS if kind(product) == "add" else ""
+            yield Deviation(f"h.{i}.act", lines, values, message=message)
             return
 
 

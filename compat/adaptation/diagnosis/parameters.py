@@ -579,16 +579,16 @@ def shared_parameters(context: DiagnosisContext) -> Iterator[Deviation]:
         if graph.places(end) == graph.places(first_end):  # one line that is run again
             first_end = anatomy.head
         place = source.calling(graph, context.model, end, first_end) or place
-        parameter = context.mapping.by_tensor[other][0][0]
-        if whole_of(graph.names[parameter]):  # a wrong slice
-            place = graph.place(graph.first_reader([parameter])) or place
+        parameters, _ = context.mapping.by_tensor.get(other, ((), None))  # or it does not fit
+        if parameters and whole_of(graph.names[parameters[0]]):  # a wrong slice
+            place = graph.place(graph.first_reader(parameters[:1])) or place
     blocks = {name.split(".")[1]: None for name in shared if name.startswith("h.")}
     first_block = f"h.{other.split('.')[1]}"
     parts = [name for name in context.mapping.by_tensor if name.startswith(f"{first_block}.")]
     suffixes = [name.removeprefix(first_block) for name in parts]
     whole = [i for i in blocks if all(f"h.{i}{suffix}" in shared for suffix in suffixes)]
     lines = [place]
-    if whole and list(blocks) == whole:
+    if parts and whole and list(blocks) == whole:
         values = {"tensors": f"the blocks {listed([first_block, *(f'h.{i}' for i in whole)])}"}
         nodes = (n for name in parts for n in context.mapping.by_tensor[name][0])
         own_path = _common_module([context.graph.names[node] for node in nodes])
