@@ -35,6 +35,7 @@ from compat.adaptation.diagnosis.first_block import first_block
 from compat.adaptation.diagnosis.proof import end_to_end
 from compat.adaptation.diagnosis.survey import (
     missing_biases,
+    norms_of_heads,
     softmaxes_of_scores,
     survey,
     wrong_mask,
@@ -344,6 +345,7 @@ def _with_own_attention(run: Run, graph: Graph, error: UnknownPart) -> Adaptatio
     surveyed[0] = replace(surveyed[0], evidence=f"{surveyed[0].evidence}; {ends}")
     attended = torch.stack([each.attended for each in unknown]).any(dim=0)
     surveyed += missing_biases(graph, run.model, unknown)
+    surveyed += norms_of_heads(graph, run.model, unknown, config.n_embd // config.n_head)
     if masked := wrong_mask(graph, nodes, mixing, attended):
         surveyed.append(masked)
     if merging := [node for each in unknown for node in each.unmerged]:

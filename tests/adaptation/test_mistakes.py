@@ -1793,6 +1793,10 @@ CALL_OF_ATTENTION = "        x = self.norm1(x)\n        x = self.att(x)\n       
          {"no_qkv_bias", "no_proj_bias"}),
         ([("self.W_query = nn.Linear(dim, dim)", "self.W_query = nn.Linear(dim, dim, bias=False)")],
          set()),  # it may be another projection
+        ([("        memory = self", "        queries = F.rms_norm(queries, (6,))\n"
+           "        memory = self")], {"qk_norm"}),
+        ([("        out = (weights @ values)", "        out = F.rms_norm(weights @ values, (6,))")],
+         set()),  # of the results of the heads
     ],
 )  # fmt: skip
 def test_the_rest_of_a_model_with_unknown_attention_is_mapped_and_examined(

@@ -40,6 +40,7 @@ from compat.adaptation.tracing.rewrites import SOFTMAXES
 from compat.config import HALF, GPT2Config, dtype_name
 from compat.errors import collapse_layers, listed
 
+LAYER_NORMS = ("layer_norm", "native_layer_norm")
 OF_ACTIVATIONS = {*CODE_OF.values(), "other_activation"}
 EVIDENCE = "found in the graph, but not confirmed, because the model could not be mapped"
 BESIDE = "found in the graph; the rest was examined with GPT-2's {} instead"
@@ -147,6 +148,24 @@ def missing_biases(graph: Graph, model: nn.Module, spans: Sequence[Span]) -> lis
     return found
 
 
+def norms_of_heads(
+    graph: Graph, model: nn.Module, spans: Sequence[Span], width: int
+) -> list[Finding]:
+    """Return the finding for norms of queries and keys of this width, if there are any.
+
+    They are in attention of unknown structure, before its softmax.
+    """
+    above = set[Node]()
+    for span in spans:
+        scores = [node for node in span.nodes if kind(node) in ("softmax", "_softmax", *SDPA)]
+        above |= set().union(*(graph.ancestors[node] & {*span.nodes} for node in scores))
+    kinds = (*RMS_NORMS, *LAYER_NORMS)
+    norms = [n for n in graph.nodes if n in above and kind(n) in kinds and size(n)[-1] == width]
+    lines = [_line(graph, node, model) for node in norms]
+    deviation = Deviation(None, lines, evidence=BESIDE.format("attention"), code="qk_norm")
+    return [finding(deviation)] if norms else []
+
+
 def _weight(graph: Graph, node: Node) -> str:
     """Return the name of the matrix of parameters by which an operation multiplies, or ""."""
     product = contraction(node)
@@ -204,10 +223,10 @@ def _deviation(
     if activation is not None and expected == "gelu_new":
         fix = tanh_gelu(_line(graph, node, model))
         return activation_code(activation, expected), {"fix": fix}
-    if name in RMS_NORMS:
+    if name in RMS_NORMS and size(node)[-1] == config.n_embd:
         values = {"n_embd": config.n_embd, "no_bias": "", "expected": config.layer_norm_epsilon}
         return "rmsnorm", values
-    if name in ("layer_norm", "native_layer_norm"):
+    if name in LAYER_NORMS:
         eps = node.args[4] if len(node.args) > 4 else node.kwargs.get("eps", 1e-5)
         usual = config.layer_norm_epsilon
         if isinstance(eps, float) and abs(eps - usual) > 1e-3 * usual:
