@@ -41,6 +41,7 @@ from compat.user_models.notebook import (
 )
 from compat.user_models.synonyms import AMBIGUOUS, CLASSES, CONFIG_NAMES, plain, takes_sizes
 from compat.user_models.time_limit import limited_time
+from compat.user_models.usage import user_modules, users_folders
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Model = Callable[..., nn.Module]  # a class, or a function that returns a model
@@ -68,6 +69,9 @@ OTHER_MODELS = re.compile(
 MODEL = re.compile(r"(.*(model|gpt|transformer|decoder)|net(work)?|lm|llm|backbone|module)")
 INIT = "__init__"
 PYTHON = (".py", "/*.py")  # after the name of a module or a package
+# Names of registries of classes and of their decorators, and lines with such a decorator.
+REGISTERS = re.compile("(?i)regist")
+REGISTERED = re.compile(r"(?im)^@[\w.]*regist\w*")
 DOWNLOADS = re.compile(rb"\.from_pretrained\(|\bload_dataset\(|\b(hf_hub|snapshot)_download\(")
 
 
@@ -94,7 +98,9 @@ def load_target(target: str, notes: list[str] | None = None) -> Callable[..., nn
     if path.suffix in (".py", ".ipynb"):
         _check_file(path, place)
         with translated(f"{place} cannot be imported"):
-            return _from_file(path, choose)
+            found = _from_file(path, choose)
+        _import_registered(found)
+        return found
     if not re.fullmatch(r"\w+(\.\w+)*", place):
         raise AdaptError(
             f"{target!r} does not name a model. Pass FILE.py:make_model (a function that "
@@ -104,6 +110,22 @@ def load_target(target: str, notes: list[str] | None = None) -> Callable[..., nn
     path = Path(getattr(module, "__file__", None) or "")
     body = ast.parse(read_source(path)).body if path.suffix == ".py" else []
     return choose(module, body)
+
+
+def _import_registered(target: Model) -> None:
+    """Import the files that add their classes to a registry which the target's modules have.
+
+    An author's training script imports them, and not the file of the model. An example is
+    `@register("norm", "rmsnorm")`.
+    """
+    registries = [m for m in user_modules(target) if any(map(REGISTERS.search, vars(m)))]
+    imported = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    with finding_modules(users_folders(target)):
+        for module in registries if isinstance(target, type) else []:
+            for file in sorted(Path(str(module.__file__)).parent.glob("*.py")):
+                if str(file) not in imported and REGISTERED.search(read_source(file)):
+                    with contextlib.suppress(Exception):
+                        importlib.import_module(f"{module.__package__}.{file.stem}".lstrip("."))
 
 
 def other_targets(target: str, chosen: str) -> list[str]:

@@ -1000,6 +1000,21 @@ def test_a_module_of_a_package_that_is_not_executed_is_its_attribute(tmp_path: P
     assert load_target(str(path)).width == 8  # type: ignore[attr-defined]
 
 
+def test_files_that_register_their_classes_are_imported(tmp_path: Path) -> None:
+    """The author's training script imports them, and not the file of the model."""
+    registry = "MODULES = {}\n\ndef register(name):\n    def add(cls):\n"
+    registry += "        MODULES[name] = cls\n        return cls\n    return add\n"
+    write(tmp_path / "own_modules" / "__init__.py", registry)
+    norm = "import own_modules\n\n@own_modules.register('norm')\nclass Norm:\n    width = 8\n"
+    write(tmp_path / "own_modules" / "norms.py", norm)
+    write(tmp_path / "own_modules" / "broken.py", f"{norm}raise OSError\n")
+    write(tmp_path / "own_modules" / "script.py", "from own_modules import register\nexit(1)\n")
+    model = "class GPT(nn.Embedding):\n    def width(self):\n        return MODULES['norm'].width\n"
+    text = f"from torch import nn\nfrom own_modules import MODULES\n\n{model}"
+    target = load_target(str(write(tmp_path / "gpt.py", text)))
+    assert target(2, 3).width() == 8 and "own_modules.script" not in sys.modules
+
+
 def test_a_module_in_a_folder_of_the_authors_machine_is_found(tmp_path: Path) -> None:
     write(tmp_path / "layers" / "sizes_of_mine.py", "WIDTH = 8\n")
     lines = ["import sys", "sys.path.append('/home/author/layers')", "from torch import nn"]
