@@ -84,7 +84,8 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     A parameter is a config if it has a usual name of configs, or if the constructor reads a name
     from it. The config is not followed through the code: the result has the names that the class's
     modules read from any variable, and from attributes such as `self.config`. If the constructor
-    assigns the parameter to another attribute, it is a config if a size is read from that.
+    assigns the parameter to another attribute, it is a config if a size is read from that; and so
+    is a dictionary whose items the constructor copies to the model.
     """
     own = init_source(cls)
     tensors = "|".join(OF_TENSORS)  # a parameter is not a config if only these are read from it
@@ -96,7 +97,8 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
         alias for alias in re.findall(rf"\bself\.(\w+)\s*=\s*{parameter}[ \t]*(?:#.*)?$", own, re.M)
         if any(role_of(n) in SIZES for n in re.findall(rf"\bself\.{alias}\.(\w+)\b(?!\s*\()", text))
     }  # fmt: skip
-    if not direct and not aliases and not is_config_name(parameter):
+    copied = _copied(cls, parameter)
+    if not direct and not aliases and not copied and not is_config_name(parameter):
         return Usage()
     names = {*CONFIG_NAMES, *map(plain, aliases)}
     items, attributes = _ITEM.findall(text), list[str]()
@@ -110,9 +112,7 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
             attributes += [*rest, name]
         elif owner == first != "self" and name not in modules:  # as `layer.feed_forward` is one
             attributes.append(name)
-    if re.search(rf"\b{parameter}\.items\(\)|\.update\({parameter}\)", own):  # copied to `self`
-        made = {name for pair in _MADE.findall(text) for name in pair}
-        items += [name for name in _OWN.findall(text) if role_of(name) and name not in made]
+    items += copied
     if isinstance(cls, type) and f"**{parameter})" in own:  # to the base class's constructor
         items += inspect.signature(cls.__mro__[1]).parameters
     with_default = {*_DEFAULT.findall(text)}
@@ -127,6 +127,17 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
         frozenset(optional),
         frozenset(_sections(cls) & {*items, *attributes}),
     )
+
+
+def _copied(cls: Callable[..., Any], parameter: str) -> list[str]:
+    """Return the names with a role that are read as `self.name`, if a dictionary is copied there.
+
+    Examples are `self.__dict__.update(kwargs)` and a loop with `setattr`.
+    """
+    if not re.search(rf"\b{parameter}\.items\(\)|\.update\((\*\*)?{parameter}\)", init_source(cls)):
+        return []
+    made = {name for pair in _MADE.findall(source_of(cls)) for name in pair}
+    return [n for n in _OWN.findall(modules_text(cls)) if role_of(n) and n not in made]
 
 
 def unpacked_values(cls: Callable[..., Any], parameter: str) -> list[str]:
@@ -215,7 +226,8 @@ def items_of(cls: type, parameter: str) -> dict[str, bool]:
     kept = re.findall(rf"\bself\.(\w+)\s*=\s*{parameter}[ \t]*(?:#.*)?$", own, re.M)
     holder = "|".join([rf"\b{parameter}", *(rf"\bself\.{name}" for name in kept)])
     names = re.findall(rf"(?:{holder}){_ITEM.pattern}", own)
-    return {n: bool(re.search(rf"""(?:{holder})\[\s*["']{n}["']""", own)) for n in names}
+    copied = dict.fromkeys(_copied(cls, parameter), True)
+    return copied | {n: bool(re.search(rf"""(?:{holder})\[\s*["']{n}["']""", own)) for n in names}
 
 
 def forwarded(cls: Callable[..., Any], parameter: str) -> Iterator[tuple[type, set[str]]]:

@@ -65,10 +65,11 @@ def test_logits_are_found_by_their_shape(output: Any) -> None:
     assert torch.equal(find_logits(output, IDS), LOGITS)
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("with_hidden", [False, True])
 def test_logits_that_are_not_returned_are_those_of_the_loss(
-    with_hidden: bool, shifted: bool
+    with_hidden: bool, shifted: bool, by_hand: bool
 ) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -80,7 +81,10 @@ def test_logits_that_are_not_returned_are_those_of_the_loss(
             logits = self.head(x)
             if shifted:
                 logits, labels = logits[:, :-1], labels[:, 1:]
-            loss = F.cross_entropy(logits.reshape(-1, 11), labels.reshape(-1))
+            if by_hand:
+                loss = -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
+            else:
+                loss = F.cross_entropy(logits.reshape(-1, 11), labels.reshape(-1))
             return (loss, x) if with_hidden else loss
 
     model = Model()
@@ -211,6 +215,34 @@ class Batch(Plain):
         return self.table(batch["input_ids"]) * batch["attention_mask"][..., None]
 
 
+class Named(Plain):
+    def forward(self, *, input_ids: Tensor) -> Tensor:
+        return self.table(input_ids)
+
+
+class Flags(Plain):
+    def forward(self, ids: Tensor, training: bool, causal: bool, temperature: float) -> Tensor:
+        assert training is False and causal is True
+        return self.table(ids) / temperature
+
+
+class MaskOfHeads(Plain):
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        assert attention_mask.ndim == 4
+        return self.table(ids)
+
+
+class Pair(Plain):
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        ids, _ = batch
+        return self.table(ids)
+
+
+class Tokens(Plain):
+    def forward(self, batch: Any) -> Tensor:
+        return self.table(batch.tokens) * batch["mask"][..., None]
+
+
 class Last(Plain):
     def forward(self, ids: Tensor) -> Tensor:
         return self.table(ids)[:, -1]
@@ -231,13 +263,18 @@ class Last(Plain):
         State,
         Condition,
         Batch,
+        Pair,
+        Tokens,
+        Named,
+        Flags,
+        MaskOfHeads,
     ],
 )
 def test_required_arguments_are_recognized_by_their_names(cls: Callable[[], Plain]) -> None:
     model = cls().train()
     signature = find_signature(model, IDS)
     assert signature.targets is (cls is Targets) and not signature.last
-    assert signature.batch is (cls is Batch)
+    assert (signature.batch is not None) is (cls in (Batch, Pair, Tokens))
     logits = signature(model, IDS)
     if cls is MaskOfTokens:
         assert torch.equal(model.calls[-1]["input_mask"], torch.ones_like(IDS))

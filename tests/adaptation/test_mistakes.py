@@ -1862,12 +1862,6 @@ OTHER_ATTENTION = {
         "        out = out.transpose(1, 2).reshape(B, T, C)\n",
         ".cumsum(2)",
     ),
-    "linear attention with ReLU": (
-        "        total = torch.einsum('bhtd,bhte->bhtde', F.relu(keys), values).cumsum(2)\n"
-        "        out = torch.einsum('bhtd,bhtde->bhte', F.relu(queries), total)\n"
-        "        out = out.transpose(1, 2).reshape(B, T, C)\n",
-        ".cumsum(2)",
-    ),
     "a recurrent state": (
         "        state, outs = torch.zeros(B, self.heads, self.head_dim, self.head_dim), []\n"
         "        for t in range(T):\n"
@@ -1917,6 +1911,12 @@ def test_a_model_with_unknown_attention_in_its_blocks_or_forward_is_examined_aro
     lost = {name for name in adaptation.unmatched if ".attn." in name}
     assert {name.partition(".attn.")[2] for name in lost} == OF_ATTENTION
     assert {name.split(".")[-2] for name in {*adaptation.unmatched} - lost} <= {"ln_f", "ln_2"}
+
+
+def test_an_activation_in_unknown_attention_is_none_of_the_mlp(tiny: Path, tmp_path: Path) -> None:
+    heads = OTHER_ATTENTION["linear attention"][0].replace("F.elu", "F.relu")
+    adaptation = adapted(tiny, tmp_path, [(OF_HEADS, heads)])
+    assert {f.code for f in adaptation.deviations} == {"no_attention"}
 
 
 @pytest.mark.parametrize(

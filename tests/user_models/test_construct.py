@@ -1662,6 +1662,39 @@ class GPT(nn.Module):
     assert model.wte.weight.shape == (97, 24)
 
 
+@pytest.mark.parametrize(
+    "copy",
+    [
+        "vars(self).update(sizes)",
+        "self.__dict__.update(**sizes)",
+        "for k, v in sizes.items():\n            setattr(self, k, v)",
+    ],
+)
+@pytest.mark.parametrize("stars", ["", "**"])
+def test_sizes_that_are_copied_to_the_model_are_found(
+    tmp_path: Path, stars: str, copy: str
+) -> None:
+    """Another class assigns an attribute of the same name."""
+    source = f"""
+class Block(nn.Module):
+    def __init__(self, n_head):
+        super().__init__()
+        self.n_head = n_head
+
+class GPT(nn.Module):
+    def __init__(self, {stars}sizes):
+        super().__init__()
+        {copy}
+        self.wte = nn.Embedding(self.vocab_size, self.n_embd)
+        self.block = Block(self.n_head)
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    model = build(tmp_path, source)
+    assert model.wte.weight.shape == (97, 24) and model.block.n_head == 4
+
+
 def test_a_model_that_needs_its_own_initialization_is_initialized(tmp_path: Path) -> None:
     source = """
 class GPT(nn.Module):

@@ -22,11 +22,13 @@ from compat.errors import AdaptError, listed
 from compat.parity.outputs import find_logits, other_shape
 from compat.user_code import exception_report, is_users, users_frames
 from compat.user_models.eval_mode import eval_mode
+from compat.user_models.missing import ReadableDict
 from compat.user_models.synonyms import neutral, plain
 from compat.user_models.usage import is_users_class, modules_text, source_of, user_modules
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Convert = Callable[[Tensor], Tensor]
+Batch = Callable[[Tensor], Any]
 Value = Callable[[nn.Module, Tensor], Any]  # an argument, from the model and the ids (B, T)
 
 # The conventions for a mask (T, T): no mask; True where a query sees a key; True where the key is
@@ -170,7 +172,7 @@ class CallSignature:
         last: accept logits (B, 1, V) of the last position alone.
         targets: pass the ids as targets too, because the model returns only the last position
             otherwise.
-        batch: the ids are passed in a dictionary, as tokenizers of transformers return them.
+        batch: puts the ids into what is passed instead, such as a dictionary or a pair.
         rows: how many sequences are passed at once: any number, exactly so many, or with 0 a single
             sequence without the axis of the batch.
         convert: converts the ids (B, T) to what is passed: another data type, or one-hot vectors
@@ -186,7 +188,7 @@ class CallSignature:
     arguments: tuple[tuple[str, Value], ...] = ()
     last: bool = False
     targets: bool = False
-    batch: bool = False
+    batch: Batch | None = None
     rows: int | None = None
     convert: Convert | None = None
     mask: str = ""
@@ -258,15 +260,20 @@ class CallSignature:
             for name, value in arguments.items():
                 if getattr(value, "shape", None) == rows.shape:
                     arguments[name] = value.mT if self.time_first else value[0]
-        if self.batch:
-            return model(
-                {"input_ids": convert, "attention_mask": torch.ones_like(ids)}, **arguments
-            )
+        passed = [self.batch(convert) if self.batch else convert]
+        if name := _keyword_of_ids(model):
+            arguments[name] = passed.pop()
         if self.of_loss:
             with _inputs_of_losses(ids) as logits:
-                model(convert, **arguments)
+                model(*passed, **arguments)
             return logits
-        return model(convert, **arguments)
+        return model(*passed, **arguments)
+
+
+def _keyword_of_ids(model: nn.Module) -> str:
+    """Return the name of the first argument, if it can only be passed by name; otherwise ""."""
+    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    return first.name if first is not None and first.kind is first.KEYWORD_ONLY else ""
 
 
 @contextmanager
@@ -329,15 +336,18 @@ _LOSS_FUNCTION = threading.RLock()
 
 
 class _LastResults(TorchFunctionMode):
-    """Keeps the last of the results (B, T, C) of each width C."""
+    """Keeps the last of the results (B, T, C) of each width C, and what log_softmax reads last."""
 
     def __init__(self, B: int, T: int) -> None:
         super().__init__()
         self.B, self.T, self.by_width = B, T, dict[int, Tensor]()
+        self.normalized: Tensor | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if getattr(func, "__name__", "") == "log_softmax" and args:
+            self.normalized = self.before_shift(args[0])
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.ndim == 3:
             if result.shape[:2] == (self.B, self.T):
@@ -345,8 +355,13 @@ class _LastResults(TorchFunctionMode):
         return result
 
     def before_shift(self, logits: Tensor) -> Tensor:
-        """Return the logits of all positions, of logits (B·(T − 1), V) or (B, V, T − 1)."""
+        """Return the logits of all positions, of logits of all but the last.
+
+        Their shape is (B·(T − 1), V), (B, V, T − 1) or (B, T − 1, V).
+        """
         V = logits.shape[1] if logits.ndim > 1 else 0
+        if logits.shape[:2] == (self.B, self.T - 1):
+            V = logits.shape[2]
         shifted = logits.numel() == self.B * (self.T - 1) * V
         return self.by_width.get(V, logits) if shifted else logits
 
@@ -355,7 +370,8 @@ class _LastResults(TorchFunctionMode):
 def _inputs_of_losses(ids: Tensor) -> Iterator[list[Tensor]]:
     """Collect what the body passes to F.cross_entropy, which other threads do not call meanwhile.
 
-    nn.CrossEntropyLoss calls it too. Logits without the last position are those of all positions.
+    nn.CrossEntropyLoss calls it too. Without such a call, it is what the body passes to log_softmax
+    last. Logits without the last position are those of all positions.
     """
     inputs: list[Tensor] = []
     original = F.cross_entropy
@@ -372,6 +388,8 @@ def _inputs_of_losses(ids: Tensor) -> Iterator[list[Tensor]]:
                 yield inputs
         finally:
             F.cross_entropy = original
+        if not inputs and results.normalized is not None:
+            inputs.append(results.normalized)
 
 
 def one_more(ids: Tensor) -> Tensor:
@@ -450,7 +468,9 @@ VALUES: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("pos", (_positions, lambda model, ids: _positions(model, ids).expand_as(ids))),
     ("type|segment", (_nothing, lambda model, ids: torch.zeros_like(ids))),
     ("ids$", (_nothing, _ids)),
-    ("^use_|^output_", (_no,)),
+    ("^use_|^output_|^return_|^(is_)?train", (_no,)),
+    ("causal", (_yes,)),
+    ("^temp", (_always(1.0),)),
     ("cache|past|kv|mems?$|memory|state", (_nothing, _nothing_for_each_layer)),
     ("mask", (_nothing, _ones, _none_marked, _all_true)),
     ("^n_|^num_|_num_|window", (_length,)),  # a number, of blocks in a window for example
@@ -481,11 +501,12 @@ def _masks() -> dict[str, Value]:
     """Return the values to try for a mask, by their text; the last is one without padding."""
 
     def value(make: Callable[[int], Tensor | None], axes: tuple[None, ...]) -> Value:
-        """Return a mask (T, T), or with an axis for the batch (1, T, T)."""
+        """Return a mask (T, T), or one with axes for the batch and the heads before these."""
         return lambda _, ids: None if (mask := make(ids.shape[1])) is None else mask[axes]
 
     found = {text: value(make, ()) for text, make in MASKS.items()}
     found |= {f"{text}[None]": value(make, (None,)) for text, make in MASKS.items()}
+    found |= {f"{text}[None, None]": value(make, (None, None)) for text, make in MASKS.items()}
     return {**found, "True": _yes, "ones": _ones}
 
 
@@ -678,10 +699,40 @@ def _signatures(model: nn.Module, form: CallSignature) -> list[tuple[str, CallSi
         if "logits" in name and parameter.default in (False, None):
             arguments = (*required.items(), (name, _yes))
             found.append((f"model(ids, {name}=True)", replace(form, arguments=arguments)))
-    if re.search(r"""["']input_ids["']""", source_of(model.forward)):
-        text = 'model({"input_ids": ids, "attention_mask": ones})'
-        found.append((text, replace(form, batch=True)))
+    found += [(text, replace(form, batch=batch)) for text, batch in _batches(model)]
     return found
+
+
+def _batches(model: nn.Module) -> list[tuple[str, Batch]]:
+    """Return what `forward` may take in place of the ids, as its source reads its first argument.
+
+    It may read `batch["input_ids"]` or `batch.input_ids`, as tokenizers of transformers return
+    them, or begin with `ids, targets = batch`.
+    """
+    source = source_of(model.forward)
+    first = next(iter(inspect.signature(model.forward).parameters), "")
+    names = re.findall(rf"""\b{first}(?:\[["']|\.get\(["']|\.)(\w+)\b(?!\s*\()""", source)
+    keys = [name for name in dict.fromkeys(names) if re.search(r"id|tok|input|x$|text|seq", name)]
+    found: list[tuple[str, Batch]] = []
+    if first and keys:
+        every = [*dict.fromkeys(names), "attention_mask"]
+        text = ", ".join(f'"{name}": {"ones" if "mask" in name else "ids"}' for name in every)
+        found.append((f"model({{{text}}})", partial(_dictionary, every)))
+    unpacked = re.search(rf"^\s*\(?(\w+(?:\s*,\s*\w+)+)\)?\s*=\s*{first}\s*$", source, re.M)
+    if first and unpacked:
+        count = unpacked[1].count(",") + 1
+        found.append((f"model(({', '.join(['ids'] * count)}))", partial(_repeated, count)))
+    return found
+
+
+def _dictionary(names: list[str], ids: Tensor) -> ReadableDict:
+    """Return ids under these names, and masks without padding."""
+    return ReadableDict({name: torch.ones_like(ids) if "mask" in name else ids for name in names})
+
+
+def _repeated(count: int, ids: Tensor) -> tuple[Tensor, ...]:
+    """Return the ids in the place of inputs and targets."""
+    return (ids,) * count
 
 
 def _with_optional_arguments(
