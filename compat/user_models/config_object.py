@@ -206,7 +206,7 @@ class ConfigMaker:
         if isinstance(template, type):
             try:
                 return self._instance(template, entries)
-            except OSError:
+            except (OSError, TypeError):
                 if not self._is_empty(template):
                     raise
                 template = {}  # the sizes are in a file that its constructor reads

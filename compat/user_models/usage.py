@@ -103,11 +103,12 @@ def reads(cls: Callable[..., Any], parameter: str) -> Usage:
     names = {*CONFIG_NAMES, *map(plain, aliases)}
     items, attributes = _ITEM.findall(text), list[str]()
     modules = {*_MODULE.findall(text)}
+    parts = {*re.findall(rf"(?m)^\s*(\w+)\s*=\s*{parameter}\.\w+\s*$", own)}  # m = cfg.model
     for owner, name in (*_ATTRIBUTE.findall(text), *_GETTER.findall(text)):
         first, *rest = owner.removeprefix("self.").split(".")
         if first in LIBRARIES or (name in OF_TENSORS and plain(first) not in names):
             continue
-        is_config = first == parameter or plain(first) in names
+        is_config = first == parameter or plain(first) in names or (rest and first in parts)
         if is_config:
             attributes += [*rest, name]
         elif owner == first != "self" and name not in modules:  # as `layer.feed_forward` is one

@@ -1695,6 +1695,54 @@ class GPT(nn.Module):
     assert model.wte.weight.shape == (97, 24) and model.block.n_head == 4
 
 
+def test_a_part_of_a_config_may_have_parts(tmp_path: Path) -> None:
+    source = """
+@dataclass
+class AttentionConfig:
+    n_head: int = 12
+
+@dataclass
+class Sizes:
+    vocab_size: int = 50257
+    n_embd: int = 768
+    attn: AttentionConfig = field(default_factory=AttentionConfig)
+
+@dataclass
+class Settings:
+    model: Sizes = field(default_factory=Sizes)
+
+class GPT(nn.Module):
+    def __init__(self, settings: Settings):
+        super().__init__()
+        sizes = settings.model
+        self.wte = nn.Embedding(sizes.vocab_size, sizes.n_embd)
+        self.n_head = sizes.attn.n_head
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    model = build(tmp_path, f"from dataclasses import dataclass, field\n{source}")
+    assert model.wte.weight.shape == (97, 24) and model.n_head == 4
+
+
+def test_a_config_class_that_needs_the_name_of_a_file_is_replaced(tmp_path: Path) -> None:
+    source = """
+class Config:
+    def __init__(self, path):
+        with open(path) as file:
+            self.vocab_size, self.n_embd = map(int, file)
+
+class GPT(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+
+    def forward(self, ids):
+        return self.wte(ids) @ self.wte.weight.T
+"""
+    assert build(tmp_path, source).wte.weight.shape == (97, 24)
+
+
 def test_a_model_that_needs_its_own_initialization_is_initialized(tmp_path: Path) -> None:
     source = """
 class GPT(nn.Module):
