@@ -60,7 +60,7 @@ def find_call(
 
 
 def can_be_called(model: nn.Module, checkpoint: Checkpoint) -> bool:
-    """Return whether a model returns logits in one of these calls, perhaps on another device."""
+    """Return whether one of these calls returns logits, or fails only for lack of a device."""
     try:
         with plain_flex_attention():
             find_call(model, checkpoint, random_ids(checkpoint, length=6))

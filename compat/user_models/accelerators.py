@@ -66,9 +66,9 @@ def needs_a_device(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _with_math_kernel() -> Iterator[None]:
-    """Let attention use torch's kernel for every device also where code selects others.
+    """Let scaled_dot_product_attention use its math kernel where code selects another alone.
 
-    An example is `sdpa_kernel(SDPBackend.FLASH_ATTENTION)`.
+    An example is `sdpa_kernel(SDPBackend.FLASH_ATTENTION)` with dropout, which a CPU lacks.
     """
     select, before = torch._C._set_sdp_use_math, torch._C._get_math_sdp_enabled()
     try:

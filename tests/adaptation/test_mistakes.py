@@ -1364,7 +1364,7 @@ def test_the_activation_of_an_mlp_with_three_projections_is_named(
     assert "between the first and the last projection of the MLP" in extra.message
 
 
-def test_a_low_rank_term_beside_an_adapter_is_no_second_projection(
+def test_a_low_rank_term_beside_an_adapter_is_not_a_second_projection(
     tiny: Path, tmp_path: Path
 ) -> None:
     edits = [
@@ -1913,7 +1913,9 @@ def test_a_model_with_unknown_attention_in_its_blocks_or_forward_is_examined_aro
     assert {name.split(".")[-2] for name in {*adaptation.unmatched} - lost} <= {"ln_f", "ln_2"}
 
 
-def test_an_activation_in_unknown_attention_is_none_of_the_mlp(tiny: Path, tmp_path: Path) -> None:
+def test_an_activation_in_unknown_attention_is_not_that_of_the_mlp(
+    tiny: Path, tmp_path: Path
+) -> None:
     heads = OTHER_ATTENTION["linear attention"][0].replace("F.elu", "F.relu")
     adaptation = adapted(tiny, tmp_path, [(OF_HEADS, heads)])
     assert {f.code for f in adaptation.deviations} == {"no_attention"}
@@ -2907,7 +2909,9 @@ def test_a_second_call_of_attention_is_not_a_layer(tiny: Path, tmp_path: Path) -
     assert {"shared_parameters", "no_mlp"} <= codes and "n_layer_mismatch" not in codes
 
 
-def test_two_projections_that_are_added_are_no_gate(tiny: Path, tmp_path: Path) -> None:
+def test_two_projections_that_are_added_are_not_called_a_product(
+    tiny: Path, tmp_path: Path
+) -> None:
     edits = [
         ("self.up = nn.Linear(dim, 4 * dim)", "self.up = nn.Linear(dim, 4 * dim)\n"
          "        self.beside = nn.Linear(dim, 4 * dim)"),

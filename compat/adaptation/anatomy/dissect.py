@@ -605,8 +605,8 @@ class _Dissection:
         """Return the token embedding, and the same with positions and factors, before any norm.
 
         Args:
-            first: the attention of the first layer. A table that only its values depend on is no
-                token embedding.
+            first: the attention of the first layer. A table that only its values depend on is
+                not the token embedding.
         """
         index = self.index
         tables = [  # a table looked up by the ids, or multiplied with one-hot vectors of them

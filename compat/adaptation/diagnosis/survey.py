@@ -83,7 +83,7 @@ def survey(
         observed = "observed while the model ran"
         first = Deviation(None, attention, evidence=observed, code="unused_attention")
     single = _deviations(graph, nodes, model, config)
-    if replaced_by == "attention":  # its activations, as of random features, are none of the MLP
+    if replaced_by == "attention":  # its activations, as of random features, are not the MLP's
         single = [each for each in single if each.code not in OF_ACTIVATIONS]
     return [finding(first), *(finding(replace(each, evidence=evidence)) for each in single)]
 
