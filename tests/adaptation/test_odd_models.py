@@ -782,8 +782,8 @@ class HiddenOnly(GPT):
 
 
 class ExtraArguments(GPT):
-    def forward(self, ids: Tensor, temperature: float, cache: Any) -> Any:
-        return self.logits(ids) / temperature
+    def forward(self, ids: Tensor, sharpness: float, cache: Any) -> Any:
+        return self.logits(ids) / sharpness
 
 
 class NoArguments(GPT):
@@ -981,7 +981,7 @@ ERRORS: dict[str, tuple[Build, str]] = {
     "returns None": (ReturnsNone, "returned no tensor"),
     "returns an array": (ReturnsArray, "returned no tensor"),
     "returns a loss": (ReturnsLoss, r"returned \[\]"),
-    "extra arguments": (ExtraArguments, "temperature"),
+    "extra arguments": (ExtraArguments, "sharpness"),
     "no arguments": (NoArguments, "positional argument"),
     "a length of 0": (EmptyLength, r"size of tensor \w \(0\)"),
 }
