@@ -60,13 +60,22 @@ def find_call(
 
 
 def can_be_called(model: nn.Module, checkpoint: Checkpoint) -> bool:
-    """Return whether one of these calls returns logits, or fails only for lack of a device."""
-    try:
-        with plain_flex_attention():
-            find_call(model, checkpoint, random_ids(checkpoint, length=6))
-    except Exception as error:
-        return needs_a_device(error)
-    return True
+    """Return whether one of the likeliest calls returns logits, or fails for lack of a device.
+
+    They pass a few ids, a full context, and a full context without the axis of the batch.
+    """
+    full_length = random_ids(checkpoint, length=checkpoint.config.n_positions)
+    alone = CallSignature(rows=1, convert=only_row)
+    calls = [(full_length[:, :6], CallSignature()), (full_length, CallSignature())]
+    for ids, form in (*calls, (full_length[:1], alone)):
+        try:
+            with plain_flex_attention():
+                find_signature(model, ids, form)
+            return True
+        except Exception as error:
+            if needs_a_device(error):
+                return True
+    return False
 
 
 def _find_call(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from compat.adaptation.repair.repair import Target
 
-MOST_SECONDS = 30  # of processor time, to find another way to build a model
+MOST_SECONDS = 60  # of processor time, to find another way to build a model
 COLOURS = {"breaks": "red", "drifts": "yellow", "limit": "magenta", "info": "cyan"}
 STAGES = {
     "trace": "recording the operations of the model",
