@@ -1041,6 +1041,17 @@ def test_an_unusable_model_raises_one_adapt_error(tiny: Path, name: str) -> None
         adapt(noisy_model(build), tiny)
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_code_that_relies_on_half_precision_is_compared_in_it(tiny: Path, factor: float) -> None:
+    class CastsEmbeddings(GPT):
+        def embed(self, ids: Tensor) -> Tensor:
+            return (factor * super().embed(ids)).type(torch.bfloat16)
+
+    adaptation = adapt(noisy_model(lambda: CastsEmbeddings().to(torch.bfloat16)), tiny)
+    assert adaptation.compatible is (factor == 1.0)
+    assert adaptation.parity is not None and adaptation.parity.dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_models_are_compatible(tiny: Path, name: str) -> None:
     assert adapt(noisy_model(EQUAL[name]), tiny).compatible
