@@ -300,7 +300,7 @@ class _Examination:
                 raise
 
     def _can_be_called(self) -> Callable[[nn.Module, compat.GPT2Config], bool]:
-        """Return a function that calls models in all ways, for a limited time in all."""
+        """Return a function that makes the likeliest calls of models, for a limited time in all."""
         from compat.adaptation.inputs import can_be_called
 
         end = time.process_time() + MOST_SECONDS

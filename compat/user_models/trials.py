@@ -502,10 +502,9 @@ class Search:
         if not self._runs_in(C, {}):  # or else the reason is another size, such as the context's
             with_more = (own for own in self._more_values() if own and self._runs_in(C, own))
             yield from ((config, own) for own in with_more)
-            for n in self._numbers(2, 32):
-                deep = replace(config, n_layer=n)
-                owns = ({}, *self._other_heads())
-                yield from ((deep, own) for own in owns if self._runs(deep, own, deep))
+            depths = [replace(config, n_layer=n) for n in self._numbers(2, 32)]
+            deeper = product(depths, ({}, *self._other_heads()))
+            yield from ((sizes, own) for sizes, own in deeper if self._runs(sizes, own, sizes))
             yield from ((config, own) for own in self._as_called())
             widths = (n for n in self._numbers(8, 4096) if self._runs_in(n, {}))
             yield from ((self._in_width(width, config), {}) for width in widths)

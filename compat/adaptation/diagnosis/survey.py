@@ -27,13 +27,10 @@ from compat.adaptation.result import Finding
 from compat.adaptation.tracing.contractions import SDPA, contraction, product_behind
 from compat.adaptation.tracing.graph import (
     DRAWS,
-    MOVES,
     RMS_NORMS,
     Graph,
     Place,
     kind,
-    live_users,
-    reads_parameter,
     size,
 )
 from compat.adaptation.tracing.rewrites import SOFTMAXES
@@ -135,11 +132,14 @@ def missing_biases(graph: Graph, model: nn.Module, spans: Sequence[Span]) -> lis
     of_input = [node for node in weights if not graph.ancestors[node] & weights.keys()]
     last = product_behind(graph, span.end)
     of_heads = [node for node in weights if node is last and node not in of_input]
+    parameters = graph.parameters_between([span.end], [span.start])
+    vectors = [node for node in parameters if graph.values[node].ndim == 1]
+    biased = {product_behind(graph, graph.first_reader([vector])) for vector in vectors}
     found = []
     for code, tensor, products in (
         ("no_qkv_bias", "c_attn", of_input), ("no_proj_bias", "c_proj", of_heads),
     ):  # fmt: skip
-        if products and not any(_has_bias(graph, node) for node in products):
+        if products and biased.isdisjoint(products):
             lines = [source.built(model, weights[node]) for node in products]
             names = [f"h.{i}.attn.{tensor}.bias" for i in range(len(spans))]
             values = {"tensors": listed(collapse_layers(names)), "n_embd": width}
@@ -175,16 +175,6 @@ def _weight(graph: Graph, node: Node) -> str:
     found = [each for operand in operands for each in graph.parameters_of[operand]]
     names = [graph.names[each] for each in found if graph.values[each].ndim == 2]
     return names[0] if len(names) == 1 else ""
-
-
-def _has_bias(graph: Graph, node: Node) -> bool:
-    """Return whether a vector of parameters is added to a product, or by it."""
-    if kind(node) in ("addmm", "baddbmm") or (kind(node) == "linear" and len(node.args) > 2):
-        return True
-    users = live_users(graph, node)
-    while len(users) == 1 and kind(users[0]) in MOVES:
-        users = live_users(graph, users[0])
-    return any(kind(user) == "add" and reads_parameter(graph, user) for user in users)
 
 
 def _deviations(
