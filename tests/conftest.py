@@ -165,8 +165,13 @@ def shared_reference(
             _references[key] = SharedReference(checkpoint, dtype, *rest)
         return _references[key]
 
-    for module in ("compat.adaptation.adapt", "compat.parity.check"):
+    for module in (
+        "compat.adaptation.adapt",
+        "compat.adaptation.repair.repair",
+        "compat.parity.check",
+    ):
         monkeypatch.setattr(import_module(module), "Reference", reference)
+    monkeypatch.setattr("compat.adaptation.repair.repair.SharedReference", reference)
 
 
 @pytest.fixture

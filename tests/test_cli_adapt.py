@@ -24,7 +24,7 @@ from tests.adapt_project import ERF_LINE, ERF_SOURCE, GPT, line_of, notebook
 from tests.command_line import Cli, run_forked, script
 from tests.conftest import State, Write
 
-pytestmark = pytest.mark.usefixtures("project")
+pytestmark = pytest.mark.usefixtures("project", "shared_reference")
 
 
 def _notes(text: str) -> list[str]:

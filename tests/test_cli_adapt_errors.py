@@ -11,7 +11,7 @@ from tests.adapt_project import GPT
 from tests.command_line import Cli
 from tests.test_cli_errors import failing_with
 
-pytestmark = pytest.mark.usefixtures("project")
+pytestmark = pytest.mark.usefixtures("project", "shared_reference")
 
 
 # How the model is built

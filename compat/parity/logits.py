@@ -44,7 +44,7 @@ Find = Callable[[Any, Tensor], Tensor]
 
 OBSERVED = ("equal rows", "a single id")  # inputs on which tensor operations are observed
 OBSERVED_UP_TO = 64  # ids per row of the further inputs on which they are observed
-FIRST = 4  # inputs on which a model with a replaced part runs, among them the full context
+FIRST = 4  # inputs on which a model runs of which nothing is proved, among them the full context
 ROUNDS = 3  # rounds of building inputs from constants
 
 
@@ -74,7 +74,7 @@ def prove_logits(
         short_only: compare on short inputs only, without further inputs for conditions. This is for
             a model in half precision, whose code is proved in float32.
         few: compare on the first inputs only, without further inputs for conditions. This is for a
-            model of which a part is replaced, so that nothing is proved.
+            model of which nothing is proved: hidden states differ, or a part is replaced.
 
     Raises:
         ParityError: the reference cannot be trusted in this process.

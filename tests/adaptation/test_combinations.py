@@ -10,6 +10,8 @@ from compat.adaptation.repair.repair import Target
 from compat.checkpoint import open_checkpoint
 from tests.adaptation.combinations import OPTIONS, USUAL, codes, draw, source
 
+pytestmark = pytest.mark.usefixtures("shared_reference")
+
 SEEDS = range(100)
 
 

@@ -90,9 +90,9 @@ class Target:
         self,
         checkpoint: Checkpoint,
         texts: Mapping[str, str],
-        make_reference: MakeReference = Reference,
+        make_reference: MakeReference | None = None,
     ) -> Adaptation:
-        """Build the model from these texts and adapt it.
+        """Build the model from these texts and adapt it, with a reference of its own by default.
 
         Raises:
             CompatError: it cannot be imported, built or adapted.
@@ -109,7 +109,7 @@ class Target:
                     config_name=self.config_name,
                     other_ways=self.other_ways,
                 )
-                options = Options(forward, None, no_progress, make_reference)
+                options = Options(forward, None, no_progress, make_reference or Reference)
                 with resized(cls, checkpoint.config):
                     return adapt_with(model, lambda: checkpoint, self.part, options)
 
