@@ -221,8 +221,12 @@ def read_source(path: Path) -> str:
     if str(path) in EDITED:
         return EDITED[str(path)]
     linecache.checkcache(str(path))
-    with tokenize.open(path) as file:
-        return file.read()
+    try:
+        with tokenize.open(path) as file:
+            return file.read()
+    except UnicodeDecodeError:
+        compile(path.read_bytes(), str(path), "exec")  # Python accepts any bytes in comments
+        return path.read_text(encoding(path), errors="replace")
 
 
 def encoding(path: Path) -> str:
@@ -241,11 +245,11 @@ def python_tree(path: Path) -> ast.Module:
     text, tree, error = _parsed(source, str(path))
     if error is not None:
         raise error
-    if text != source:  # `inspect` has to parse the lines too
+    if str(path) not in EDITED:
+        linecache.cache.pop(str(path), None)
+    if text != source or not linecache.getlines(str(path)):  # `inspect` has to parse them too
         lines = text.splitlines(keepends=True)
         linecache.cache[str(path)] = (len(text), None, lines, str(path))
-    elif str(path) not in EDITED:
-        linecache.cache.pop(str(path), None)
     return tree
 
 

@@ -220,6 +220,21 @@ class Named(Plain):
         return self.table(input_ids)
 
 
+class DeviceFirst(Plain):
+    def forward(self, device: str, index: Tensor, targets: Tensor | None = None) -> Tensor:
+        return self.table(index) * torch.ones(index.shape[1], 1, device=device)
+
+
+class VectorOfEachToken(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(3, 11, bias=False)
+
+    def forward(self, ids: Tensor, ratings: Tensor) -> Tensor:
+        assert ratings.shape == (*ids.shape, 3)
+        return self.table(ids) + self.project(ratings)
+
+
 class Flags(Plain):
     def forward(self, ids: Tensor, training: bool, causal: bool, temperature: float) -> Tensor:
         assert training is False and causal is True
@@ -266,6 +281,8 @@ class Last(Plain):
         Pair,
         Tokens,
         Named,
+        DeviceFirst,
+        VectorOfEachToken,
         Flags,
         MaskOfHeads,
     ],

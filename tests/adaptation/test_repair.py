@@ -1412,6 +1412,14 @@ def test_files_keep_their_encoding_and_line_endings(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["gpt.py"]
 
 
+def test_bytes_of_a_comment_in_another_encoding_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.py"
+    path.write_bytes(b"\n\n# \xc0\xc7\nx = 1\n")
+    old = read_source(path)
+    write(Repair({str(path): old.replace("x = 1", "x = 2")}, {str(path): old}, []))
+    assert path.read_bytes() == b"\n\n# \xc0\xc7\nx = 2\n"
+
+
 LINE_ENDINGS = {
     "CRLF": (b"a\r\nb\r\nc\r\n", b"a\r\nB\r\nc\r\n"),
     "no newline at the end": (b"a\nb\nc", b"a\nB\nc"),

@@ -104,6 +104,20 @@ def test_an_edited_file_and_its_siblings_are_read_again(tmp_path: Path) -> None:
         )
 
 
+def test_bytes_of_a_comment_in_another_encoding_are_ignored(tmp_path: Path) -> None:
+    file = tmp_path / "gpt.py"
+    file.write_bytes(GPT.encode() + b"# \xc0\xc7\n")
+    model = load_target(f"{file}:GPT")
+    assert isinstance(model, type) and "self.block = Block()" in inspect.getsource(model)
+
+
+def test_bytes_of_a_string_in_another_encoding_are_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "gpt.py"
+    file.write_bytes(GPT.encode() + b"name = '\xc0\xc7'\n")
+    with pytest.raises(AdaptError, match="cannot be imported: SyntaxError"):
+        load_target(f"{file}:GPT")
+
+
 @pytest.mark.parametrize("sizes", [(3, 4), (5, 6)])
 def test_relative_imports_within_a_package_are_resolved(
     tmp_path: Path, sizes: tuple[int, int]

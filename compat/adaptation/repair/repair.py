@@ -158,7 +158,8 @@ class Repair:
         if "#cell-" in name:
             return old, new
         path = Path(name)
-        stored = io.StringIO(path.read_bytes().decode(encoding(path)), newline="").readlines()
+        text = path.read_bytes().decode(encoding(path), "surrogateescape")  # any bytes of comments
+        stored = io.StringIO(text, newline="").readlines()
         end = "\r\n" if stored and stored[0].endswith("\r\n") else "\n"
         written: list[str] = []
         matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)

@@ -35,7 +35,8 @@ def write(repair: Repair) -> list[Path]:
         if cell:
             notebooks.setdefault(path, {})[cell] = text
         else:
-            contents[path] = "".join(repair.lines(name)[1]).encode(encoding(path))
+            text = "".join(repair.lines(name)[1])
+            contents[path] = text.encode(encoding(path), "surrogateescape")
     contents |= {path: _notebook(path, texts) for path, texts in notebooks.items()}
     ready: list[tuple[Path, Path]] = []
     try:

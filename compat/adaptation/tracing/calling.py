@@ -270,10 +270,21 @@ class CallSignature:
         return model(*passed, **arguments)
 
 
+def _parameter_of_ids(model: nn.Module) -> inspect.Parameter | None:
+    """Return the parameter of `forward` that takes the ids: the first that is not a device."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return next((p for p in parameters if p.name != "device"), None)
+
+
 def _keyword_of_ids(model: nn.Module) -> str:
-    """Return the name of the first argument, if it can only be passed by name; otherwise ""."""
-    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
-    return first.name if first is not None and first.kind is first.KEYWORD_ONLY else ""
+    """Return the name of the ids' parameter if it can only be passed by name; otherwise ""."""
+    own, first = (
+        _parameter_of_ids(model),
+        next(iter(inspect.signature(model.forward).parameters), ""),
+    )
+    if own is None or (own.name == first and own.kind is not own.KEYWORD_ONLY):
+        return ""
+    return own.name
 
 
 @contextmanager
@@ -433,8 +444,8 @@ def _none_marked(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.zeros_like(ids)
 
 
-def _zeros(name: str, model: nn.Module, ids: Tensor) -> Tensor:
-    """Return a vector of zeros for each sequence, as wide as its projection takes.
+def _zeros(name: str, of_each_token: bool, model: nn.Module, ids: Tensor) -> Tensor:
+    """Return a vector of zeros for each sequence or token, as wide as its projection takes.
 
     Where `forward` does not project it first, it is as wide as the narrowest projection takes.
     """
@@ -442,7 +453,7 @@ def _zeros(name: str, model: nn.Module, ids: Tensor) -> Tensor:
     own = getattr(model, reader[1], None) if reader else None
     modules = [own] if isinstance(own, nn.Linear) else model.modules()
     widths = [module.in_features for module in modules if isinstance(module, nn.Linear)]
-    return torch.zeros(len(ids), min(widths, default=1))
+    return torch.zeros(*ids.shape[: 2 if of_each_token else 1], min(widths, default=1))
 
 
 def _nothing_for_each_layer(model: nn.Module, ids: Tensor) -> list[None]:
@@ -463,6 +474,7 @@ _nothing, _yes, _no = _always(None), _always(True), _always(False)
 
 # The values to try for an argument, the most likely first, by a pattern of its name.
 VALUES: tuple[tuple[str, tuple[Value, ...]], ...] = (
+    ("^device$", (_always("cpu"),)),
     ("lengths$|lens$", (lambda model, ids: torch.full((len(ids),), ids.shape[1]),)),
     ("start|offset|past_?len|cur", (_always(0),)),
     ("pos", (_positions, lambda model, ids: _positions(model, ids).expand_as(ids))),
@@ -489,7 +501,7 @@ def _values(name: str) -> tuple[Value, ...]:
         return tuple(_masks().values())
     pattern, values = next(each for each in VALUES if re.search(each[0], name))
     if not pattern:
-        return (*values, partial(_zeros, name))  # a condition
+        return (*values, partial(_zeros, name, False), partial(_zeros, name, True))  # a condition
     return (*values, partial(_initial, name)) if _nothing_for_each_layer in values else values
 
 
@@ -671,10 +683,10 @@ def batch_sizes(model: nn.Module) -> list[int]:
 
 
 def required_arguments(model: nn.Module) -> list[str]:
-    """Return the names of the arguments that `forward` requires besides the first."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
+    """Return the names of the arguments that `forward` requires besides the ids."""
+    own, parameters = _parameter_of_ids(model), inspect.signature(model.forward).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in parameters[1:] if p.default is p.empty and p.kind in named]
+    return [p.name for p in parameters if p != own and p.default is p.empty and p.kind in named]
 
 
 def _required_values(model: nn.Module) -> dict[str, Value]:
