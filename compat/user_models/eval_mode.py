@@ -52,7 +52,7 @@ def restore_weights(model: nn.Module, weights: Sequence[Tensor]) -> None:
 
 
 class ModelState:
-    """The attributes and buffers of a model's modules, as they were when this was created.
+    """The attributes and buffers of a model's modules and classes, when this was created.
 
     It can be a forward pre-hook, which restores them. Tensors that a call writes into keep what was
     written.
@@ -66,6 +66,9 @@ class ModelState:
             {n: (v, [*v] if isinstance(v, list) else None) for n, v in _attributes(m).items()}
             for m in model.modules()
         ]
+        classes = {cls for m in model.modules() for cls in type(m).__mro__[:-1]}
+        own = [cls for cls in classes if not cls.__module__.startswith("torch.")]
+        self.of_classes = [(cls, *pair) for cls in own for pair in _data(cls).items()]
 
     def __call__(self, model: nn.Module, *inputs: Any) -> None:
         self.restore(model)
@@ -86,7 +89,18 @@ class ModelState:
                 owner = module._buffers if name in module._buffers else vars(module)
                 owner[name] = value
                 changed.append(name)
+        for cls, name, value in self.of_classes:
+            if vars(cls).get(name) is not value:
+                setattr(cls, name, value)
+                changed.append(name)
         return list(dict.fromkeys(changed))
+
+
+def _data(cls: type) -> dict[str, Any]:
+    """Return a class's attributes that are tensors, numbers or None, such as an empty cache."""
+    kinds = (torch.Tensor, int, float, type(None))
+    return {name: value for name, value in vars(cls).items()
+            if isinstance(value, kinds) and not name.startswith("__")}  # fmt: skip
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -89,7 +89,7 @@ _PATTERNS = {
     "d_inner": rf"(?!chunk|({_ATTENTION})$).*{_MLP}({_EMB}?{_SIZE}|(num)?h(id(dens?)?)?{_SIZE}?)?"
     r"|nhid|proj(ection)?forward"
     rf"|(pf|fc|ffnn|feedfwd|fwd|forward|filter|mid(dle)?|expert){_SIZE}"
-    rf"|(d|dim)(pf|fc|ffnn|mid|expert|inter|internal)|(moe)?inter(nal)?{_SIZE}",
+    rf"|(d|dim)(pf|fc|ffnn|mid|expert|inter)|(moe)?inter(nal)?{_SIZE}",
     "n_embd": rf".*{_EMB}({_SIZE}|len|num|number)|(d|dim|{_N}){_EMB}|(d|dim|n)(model|residual)"
     rf"|(model|residual|input|tok(en)?|feature|vec(tor)?|latent|chan(nel)?){_SIZE}"
     rf"|{_N}dims?|{_N}(channels|features)|n?width|nstate"

@@ -37,6 +37,7 @@ from compat.user_models.notebook import (
     needs_main,
     python_tree,
     read_source,
+    syntax_error,
     unguarded,
 )
 from compat.user_models.synonyms import AMBIGUOUS, CLASSES, CONFIG_NAMES, plain, takes_sizes
@@ -68,6 +69,7 @@ OTHER_MODELS = re.compile(
 # Names of an argument that is a model.
 MODEL = re.compile(r"(.*(model|gpt|transformer|decoder)|net(work)?|lm|llm|backbone|module)")
 INIT = "__init__"
+MODULE = "__import__('torch').nn.Module"  # in a class that does not derive from it itself
 PYTHON = (".py", "/*.py")  # after the name of a module or a package
 # Names of registries of classes and of their decorators, and lines with such a decorator.
 REGISTERS = re.compile("(?i)regist")
@@ -100,6 +102,11 @@ def load_target(target: str, notes: list[str] | None = None) -> Callable[..., nn
         with translated(f"{place} cannot be imported"):
             found = _from_file(path, choose)
         _import_registered(found)
+        if path.suffix == ".py" and notes is not None and (error := syntax_error(path)):
+            notes.append(
+                f"{place} is not Python at line {error.lineno} ({type(error).__name__}: "
+                f"{error.msg}), so only the statements before were executed"
+            )
         return found
     if not re.fullmatch(r"\w+(\.\w+)*", place):
         raise AdaptError(
@@ -215,6 +222,7 @@ def _from_file(path: Path, choose: Callable[[ModuleType, Sequence[ast.stmt]], Fo
     stem = re.sub(r"\W", "_", f"_{path.stem}" if path.stem[:1].isdigit() else path.stem)
     unique = f"{stem}_{next(_numbers)}"
     tree = python_tree(path) if path.suffix == ".py" else ast.Module(body=[], type_ignores=[])
+    _derive_from_module(tree)
     levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     root, parts = path.parent, list[str]()
     while (
@@ -249,7 +257,7 @@ def _from_file(path: Path, choose: Callable[[ModuleType, Sequence[ast.stmt]], Fo
 
     def execute_once(lazily: bool, folders: list[Path], inner: Sequence[str]) -> Found:
         name = ".".join([*parts, unique])
-        lazy = LazyModule(name, path) if lazily else None
+        lazy = LazyModule(name, path, tree) if lazily else None
         module = lazy.module if lazy else ModuleType(name)
         module.__file__, module.__package__ = str(path), ".".join(parts)
         with _importing(module, folders, deferred):
@@ -579,6 +587,30 @@ def _hides_model(tree: ast.Module) -> bool:
     return len(every) > len(seen) and not _whole(seen, seen)
 
 
+def _derive_from_module(tree: ast.Module) -> None:
+    """Let the model of a file that is a plain class with parts in `nn` derive from nn.Module."""
+    modules = _model_classes(ModuleType("nothing"), tree.body)
+    if _whole(modules, modules):
+        return
+    plain_classes: dict[str, ast.ClassDef] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name not in modules:
+            if _functions(node.body, "forward") and _functions(node.body, INIT):
+                plain_classes[node.name] = node
+    every = modules | plain_classes
+    whole = _whole(plain_classes, every)
+    for node in plain_classes.values() if whole else ():
+        [constructor] = _functions(node.body, INIT)[:1]
+        if _used_by(node, every) or re.search(r"\bnn\.", ast.unparse(constructor)):
+            base = ast.parse(MODULE, mode="eval").body
+            start = ast.parse(f"{MODULE}.__init__({constructor.args.args[0].arg})").body
+            node.bases = [b for b in node.bases if ast.unparse(b) != "object"] + [base]
+            constructor.body[:0] = start
+            for new in (base, *start):
+                for each in ast.walk(new):
+                    ast.copy_location(each, node)
+
+
 def _called(tree: ast.AST) -> set[str]:
     """Return the names of the functions, classes and methods that code calls."""
     callees = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
@@ -619,6 +651,11 @@ def _chosen(
             f"{place}:{type(found).__name__}, or a function that returns a model"
         )
     if callable(found) and (not isinstance(found, type) or issubclass(found, nn.Module)):
+        if name in classes and MODULE in map(ast.unparse, classes[name].bases):
+            notes.append(
+                f"{name} is a plain class, which compat derived from nn.Module. Write class "
+                f"{name}(nn.Module), and call super().__init__() first in its constructor"
+            )
         builder = _builder(name, classes, body, module)
         return getattr(module, builder) if builder else found
     kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
@@ -649,6 +686,12 @@ def _imported_model(
     imports = [node for node in _with_blocks(body) if isinstance(node, ast.ImportFrom)]
     names = {alias.asname or alias.name for node in imports for alias in node.names}
     values = [getattr(module, name, None) for name in sorted(names)]
+    for node in (inner for function in _functions(body) for inner in ast.walk(function)):
+        if isinstance(node, ast.ImportFrom):  # as in a function that trains the model
+            names |= {alias.name for alias in node.names}
+            name = "." * node.level + (node.module or "")
+            source = importlib.import_module(name, module.__package__)
+            values += [getattr(source, alias.name, None) for alias in node.names]
     values += vars(module).values() if "*" in names else ()  # of a star import, now executed
     models = [v for v in values if isinstance(v, type) and issubclass(v, nn.Module)]
     imported_names = {model.__name__ for model in models}

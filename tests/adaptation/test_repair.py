@@ -1412,12 +1412,13 @@ def test_files_keep_their_encoding_and_line_endings(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["gpt.py"]
 
 
-def test_bytes_of_a_comment_in_another_encoding_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [b"", b"\n\n"])
+def test_bytes_of_a_comment_in_another_encoding_are_kept(tmp_path: Path, before: bytes) -> None:
     path = tmp_path / "gpt.py"
-    path.write_bytes(b"\n\n# \xc0\xc7\nx = 1\n")
+    path.write_bytes(before + b"# \xc0\xc7\nx = 1\n")
     old = read_source(path)
     write(Repair({str(path): old.replace("x = 1", "x = 2")}, {str(path): old}, []))
-    assert path.read_bytes() == b"\n\n# \xc0\xc7\nx = 2\n"
+    assert path.read_bytes() == before + b"# \xc0\xc7\nx = 2\n"
 
 
 LINE_ENDINGS = {

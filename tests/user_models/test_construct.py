@@ -13,11 +13,11 @@ import pytest
 import tiktoken
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from compat import AdaptError, GPT2Config
 from compat.user_models import construct, construct_with_call
-from compat.user_models.eval_mode import eval_mode
+from compat.user_models.eval_mode import ModelState, eval_mode
 from tests.user_models import own_file
 from tests.user_models.constructors import CORE, DATACLASS, READ, STYLES, gpt
 from tests.user_models.own_file import CONFIG, loaded
@@ -1425,6 +1425,26 @@ class GPT(Core):
     with eval_mode(model):
         assert not model.training and not model.drop.training
     assert model.training and model.drop.training
+
+
+def test_attributes_of_classes_are_restored() -> None:
+    class Rotation(nn.Module):
+        table, length, name = torch.empty(0), None, "rotation"
+
+        def forward(self, x: Tensor) -> Tensor:
+            Rotation.table, Rotation.length, Rotation.name = x, len(x), "other"
+            return x
+
+    class Longer(Rotation):
+        pass
+
+    model, empty = nn.Sequential(Longer()), Rotation.table
+    state = ModelState(model)
+    assert state.restore(model) == []
+    model(torch.ones(3))
+    assert Rotation.length == 3
+    assert sorted(state.restore(model)) == ["length", "table"]
+    assert Rotation.table is empty and Rotation.length is None
 
 
 def test_booleans_without_a_default_leave_no_parameters_unused(tmp_path: Path) -> None:
