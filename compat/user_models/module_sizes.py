@@ -19,7 +19,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from types import CodeType, FunctionType, ModuleType, NoneType
+from types import CodeType, FunctionType, ModuleType, NoneType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -91,8 +91,9 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
                     layers = _number_of_layers(entries, repeated)
                     changed |= _resize(owner, entries, config, undo, aliases=layers)
             own_aliases = aliases | _number_of_layers(vars(module), repeated)
+            of_flags = {n for _, n, key in _names_read(tree_of(module)) if key == "value"}
             changed |= _resize(
-                vars(module), vars(module), config, undo, by_use, own_aliases, arguments
+                vars(module), vars(module), config, undo, by_use, own_aliases, arguments, of_flags
             )
             for name, value in _undefined(module, config).items():
                 _replace(vars(module), name, value, undo)
@@ -249,12 +250,13 @@ def _resize(
     by_use: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
     arguments: Collection[str] = (),
+    of_flags: Collection[str] = (),
 ) -> bool:
     """Write the checkpoint's value for each integer that is a size by its name or its use.
 
     Devices become the CPU, on which models are compared.
     A global that is None, such as `vocab_size = None`, is set by the code that reads the data. One
-    that is unknown may be any hyperparameter.
+    that is unknown may be any hyperparameter; of `of_flags` the code reads the attribute `value`.
 
     Returns:
         Whether there was one.
@@ -286,7 +288,8 @@ def _resize(
         and (numbers[name] is not None or name.lower() not in AMBIGUOUS)
     }  # fmt: skip
     for name, size in sizes.items():
-        _replace(owner, name, size, undo)
+        is_flag = isinstance(numbers[name], Unknown) and name in of_flags  # as absl defines them
+        _replace(owner, name, SimpleNamespace(value=size) if is_flag else size, undo)
     if sizes and isinstance(owner, type) and dataclasses.is_dataclass(owner):
         _resize_fields(owner, sizes, undo)
     return bool(sizes)

@@ -473,3 +473,23 @@ class GPT(nn.Module):
         self.sizes = blocks[0].sizes
 """
     assert build(tmp_path, source).sizes == (CONFIG.n_embd, 4 * CONFIG.n_embd)
+
+
+def test_a_flag_of_a_missing_library_has_the_checkpoints_value(tmp_path: Path) -> None:
+    source = """
+from no_such_library import flags
+import torch
+from torch import nn
+
+_BLOCK_SIZE = flags.DEFINE_integer("block_size", 8, "Context length")
+_N_EMBD = flags.DEFINE_integer("n_embd", 6, "Width")
+
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.wte = nn.Embedding(vocab_size, _N_EMBD.value)
+        self.wpe = nn.Embedding(_BLOCK_SIZE.value, _N_EMBD.value)
+"""
+    model = build(tmp_path, source)
+    assert model.wpe.weight.shape == (CONFIG.n_positions, CONFIG.n_embd)
