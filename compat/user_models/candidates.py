@@ -15,7 +15,14 @@ from compat.config import GPT2Config
 from compat.user_models.arguments import parameters_of
 from compat.user_models.entries import last_part
 from compat.user_models.own_calls import constants_named
-from compat.user_models.synonyms import CLASSES, plain, role_of, role_of_number, value_of
+from compat.user_models.synonyms import (
+    CLASSES,
+    meanings,
+    plain,
+    role_of,
+    role_of_number,
+    value_of,
+)
 from compat.user_models.usage import is_users_class, modules_text, reads, users_globals
 
 Value = Callable[[GPT2Config], Any]  # a value in the sizes of a config
@@ -52,11 +59,13 @@ class Code:
     def candidates(self, entry: str) -> list[Value]:
         """Return the possible values of an argument or `argument.entry`, the most likely first.
 
-        The user's own values of this name come first, except for a window.
+        The user's own values of this name come first, except for a window and for a size whose
+        name has several meanings, such as `qk_dim`.
         """
         by_use, name = self._by_use(entry), last_part(entry)
         own = [] if "window" in plain(name) else constants_named(self._target, name)
-        return [*map(constant, own[:MOST_OWN]), *by_use]
+        roles = map(of_role, meanings(name))
+        return [*roles, *map(constant, own[:MOST_OWN]), *by_use]
 
     def _by_use(self, entry: str) -> list[Value]:
         """Return the possible values by what the code does with them, the most likely first."""

@@ -114,7 +114,8 @@ _TRANSLATED = {
 }  # fmt: skip
 _OF = ("de", "du", "da", "do")
 # Of global sizes, as in `G_N_EMBD` or `DEFAULT_DIM`.
-_PREFIX = re.compile(r"(?i)(g|global|default|gpt|cfg|my|lm|hp)_(?=\w{2})")
+_PREFIX = re.compile(r"(?i)(g|global|default|gpt|cfg|my|lm|hp|decoder|dec)_(?=\w{2})")
+_SUFFIX = re.compile(r"(?i)_(decoder|dec)$")
 # How the names of switches begin: `use_blocks` is not a number of blocks.
 _SWITCH = re.compile(r"(?i)(use|has|is|with|enable)_")
 _MISSPELLED = {"embeding": "embedding", "dimention": "dimension", "lenght": "length"}
@@ -128,6 +129,7 @@ _WIDE = re.compile(rf"(n|num|dim|d)?hiddens?{_SIZE}?|hdim|d(im)?hidn?")
 # The width of the keys of one head, or of all heads.
 _KEYS = re.compile(
     r"(d(im)?|n)(k|q|v|qk|qkv|key|query|value)s?|(query)?(key|query|value)s?(dim|size)"
+    r"|(qk|v)(dim|size)"
 )
 # The second role applies if another name beside it has the first role.
 _TWO_ROLES: list[tuple[re.Pattern[str], str, str | None]] = [
@@ -154,7 +156,8 @@ _LETTERS = {"v": "vocab_size", "t": "n_positions", "c": "n_embd", "d": "n_embd",
 NO_ID = -1  # of a padding token, so that a padding mask masks nothing
 # Values for arguments that do not affect the logits.
 _NEUTRAL: dict[str, Any] = dict.fromkeys(
-    "padid ipad padidx padindex srcpadidx trgpadidx paddingidx padtokenid padtoken".split(), NO_ID
+    "padid ipad padidx padindex srcpadidx trgpadidx paddingidx paddingindex padtokenid "
+    "padtoken".split(), NO_ID
 ) | {
     "modeltype": None, "name": "gpt2", "batchsize": 1, "batch": 1, "learningrate": 1e-3,
     "lr": 1e-3, "weightdecay": 0.0, "verbose": False, "debug": False, "seed": 0, "usecache": False,
@@ -232,6 +235,8 @@ def _role_among(name: str, among: frozenset[str]) -> str | None:
     short = plain(name)
     if (prefix := _PREFIX.match(name)) and _only_role(short) is None:
         return _role_among(name[prefix.end() :], among)
+    if (suffix := _SUFFIX.search(name)) and _only_role(short) is None:
+        return _role_among(name[: suffix.start()], among)
     if _INPUT.fullmatch(short):
         roles = {role_of(other) for other in among if not _INPUT.fullmatch(plain(other))}
         return "vocab_size" if "n_embd" in roles and "vocab_size" not in roles else "n_embd"
