@@ -264,7 +264,7 @@ def _confirm(
         return adaptation
     ids = random_ids(checkpoint, 0, 2, example_length(checkpoint.config))
     call = options.forward or find_call(model, checkpoint, ids)[0]
-    proof = end_to_end(model, call, options.make_reference(checkpoint, dtype), short_only=True)
+    proof = end_to_end(model, call, options.make_reference(checkpoint, dtype), extent="short")
     name = dtype_name(dtype)
     report = replace(
         adaptation.parity, dtype=name, taps=[], logits=proof, float32=adaptation.parity

@@ -46,6 +46,7 @@ from compat.loading import fill
 from compat.name_map import NameMap
 from compat.parity import ParityReport
 from compat.parity.check import random_ids
+from compat.parity.logits import Extent
 from compat.parity.reference import Reference
 from compat.tap import Tap
 from compat.user_code import is_users
@@ -218,8 +219,8 @@ def judge(run: Run, mapped: Mapped) -> Adaptation:
     with timed(run.seconds, "logits"):
         # If hidden states differ, so do the logits, and further inputs show nothing new.
         is_decided = report is None or not all(tap.passed for tap in report.taps)
-        few = is_decided or isinstance(run.call, WithReplaced)
-        logits = end_to_end(model, run.call, reference, context.room, context.fixed_length, few=few)
+        extent: Extent = "first" if is_decided or isinstance(run.call, WithReplaced) else "all"
+        logits = end_to_end(model, run.call, reference, context.room, context.fixed_length, extent)
         reference.verify()  # the model's code may have changed torch while it ran
     if report is not None:
         report = replace(report, logits=logits)

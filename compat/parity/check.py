@@ -222,7 +222,7 @@ def _report_on_module(
         return _logits_in(output, ids, config.vocab_size)
 
     half = reference.dtype in HALF
-    proof = prove_logits(model, reference, find=find, short_only=half)
+    proof = prove_logits(model, reference, find=find, extent="short" if half else "all")
     if is_default and not has_logits_tap:
         taps = []
     if taps and taps[0].name == "embed" and not half:
@@ -255,7 +255,7 @@ def _report_on_function(
         model,
         reference,
         find=partial(_logits_in, vocab_size=reference.checkpoint.config.vocab_size),
-        short_only=reference.dtype in HALF,
+        extent="short" if reference.dtype in HALF else "all",
     )
     name = getattr(function, "__name__", type(function).__name__)
     return reference.report(name, ids, list(found), lambda forced: found, proof, forced=False)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from compat.user_code import exception_summary, users_frames
 
 Call = Callable[[Tensor], Any]
 Find = Callable[[Any, Tensor], Tensor]
+Extent = Literal["all", "short", "first"]  # of the inputs
 
 OBSERVED = ("equal rows", "a single id")  # inputs on which tensor operations are observed
 OBSERVED_UP_TO = 64  # ids per row of the further inputs on which they are observed
@@ -56,8 +57,7 @@ def prove_logits(
     find: Find | None = None,
     n_positions: int | None = None,
     fixed_length: int | None = None,
-    short_only: bool = False,
-    few: bool = False,
+    extent: Extent = "all",
 ) -> LogitsProof:
     """Compare the logits of a model with the reference's on designed inputs.
 
@@ -71,23 +71,23 @@ def prove_logits(
         n_positions: the number of positions that the model has, if they are fewer than the
             checkpoint's.
         fixed_length: the only length that the model accepts, if it accepts only one.
-        short_only: compare on short inputs only, without further inputs for conditions. This is for
-            a model in half precision, whose code is proved in float32.
-        few: compare on the first inputs only, without further inputs for conditions. This is for a
-            model of which nothing is proved: hidden states differ, or a part is replaced.
+        extent: on which inputs: "all" is for a proof. The others leave out inputs for conditions in
+            the code. "short" inputs are for a model in half precision, whose code is proved in
+            float32, and the "first" for a model of which nothing is proved: hidden states differ,
+            or a part is replaced.
 
     Raises:
         ParityError: the reference cannot be trusted in this process.
     """
     limit = reference.checkpoint.config.n_positions
     longest = fixed_length or min(n_positions or limit, limit)
-    longest = min(LENGTH, longest) if short_only else longest
+    longest = min(LENGTH, longest) if extent == "short" else longest
     call = model if call is None else call
     find = find or (lambda output, ids: output)
     prover = _LogitsProver(model, reference, call, find, longest, fixed_length)
-    if few:
-        return prover.compare_designed(FIRST)
-    return prover.compare_designed() if short_only else prover.run()
+    if extent == "all":
+        return prover.run()
+    return prover.compare_designed(FIRST if extent == "first" else None)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from compat.adaptation.diagnosis.context import DiagnosisContext
 from compat.adaptation.mapping.taps import Taps, trace_graph
 from compat.adaptation.tracing.calling import Forward
 from compat.parity import LogitsProof, ParityReport
-from compat.parity.logits import prove_logits
+from compat.parity.logits import Extent, prove_logits
 from compat.parity.reference import Reference
 from compat.user_models.eval_mode import eval_mode
 
@@ -51,8 +51,7 @@ def end_to_end(
     reference: Reference,
     room: int | None = None,
     fixed_length: int | None = None,
-    short_only: bool = False,
-    few: bool = False,
+    extent: Extent = "all",
 ) -> LogitsProof:
     """Return the comparison of logits on designed inputs, with the model in eval mode.
 
@@ -62,8 +61,7 @@ def end_to_end(
         reference: the checkpoint in `transformers`.
         room: the number of positions that both have; None for all of the checkpoint's.
         fixed_length: the only sequence length that the model accepts, if it accepts only one.
-        short_only: leave out the inputs of full length.
-        few: compare on the first inputs only.
+        extent: on which inputs, see `prove_logits`.
     """
     with eval_mode(model):
         return prove_logits(
@@ -72,6 +70,5 @@ def end_to_end(
             call=partial(call, model),
             n_positions=room,
             fixed_length=fixed_length,
-            short_only=short_only,
-            few=few,
+            extent=extent,
         )
