@@ -218,13 +218,13 @@ def judge(run: Run, mapped: Mapped) -> Adaptation:
         report = parity_at_nodes(reference, context, taps, run.ids)
     with timed(run.seconds, "logits"):
         # If hidden states differ, so do the logits, and further inputs show nothing new.
-        is_decided = report is None or not all(tap.passed for tap in report.taps)
-        extent: Extent = "first" if is_decided or isinstance(run.call, WithReplaced) else "all"
+        agree = report is not None and all(tap.passed for tap in report.taps)
+        extent: Extent = "all" if agree and not isinstance(run.call, WithReplaced) else "first"
         logits = end_to_end(model, run.call, reference, context.room, context.fixed_length, extent)
         reference.verify()  # the model's code may have changed torch while it ran
     if report is not None:
         report = replace(report, logits=logits)
-    if report is not None and logits.failed and all(tap.passed for tap in report.taps):
+    if agree and logits.failed:
         first = logits.failed[0]
         context.failed_input = f"{first.name} ({' × '.join(map(str, first.input_shape))} ids)"
     with timed(run.seconds, "diagnose"):

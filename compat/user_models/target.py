@@ -592,15 +592,17 @@ def _derive_from_module(tree: ast.Module) -> None:
     modules = _model_classes(ModuleType("nothing"), tree.body)
     if _whole(modules, modules):
         return
-    plain_classes: dict[str, ast.ClassDef] = {}
+    plain_names, plain_classes = {"object"}, dict[str, ast.ClassDef]()
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name not in modules:
+        if isinstance(node, ast.ClassDef) and plain_names.issuperset(map(ast.unparse, node.bases)):
+            plain_names.add(node.name)
             if _functions(node.body, "forward") and _functions(node.body, INIT):
                 plain_classes[node.name] = node
     every = modules | plain_classes
-    whole = _whole(plain_classes, every)
-    for node in plain_classes.values() if whole else ():
-        [constructor] = _functions(node.body, INIT)[:1]
+    if not _whole(plain_classes, every):
+        return
+    for node in plain_classes.values():
+        constructor = _functions(node.body, INIT)[0]
         if _used_by(node, every) or re.search(r"\bnn\.", ast.unparse(constructor)):
             base = ast.parse(MODULE, mode="eval").body
             start = ast.parse(f"{MODULE}.__init__({constructor.args.args[0].arg})").body
@@ -686,12 +688,15 @@ def _imported_model(
     imports = [node for node in _with_blocks(body) if isinstance(node, ast.ImportFrom)]
     names = {alias.asname or alias.name for node in imports for alias in node.names}
     values = [getattr(module, name, None) for name in sorted(names)]
+    folder = Path(str(module.__file__)).parent
     for node in (inner for function in _functions(body) for inner in ast.walk(function)):
         if isinstance(node, ast.ImportFrom):  # as in a function that trains the model
-            names |= {alias.name for alias in node.names}
             name = "." * node.level + (node.module or "")
-            source = importlib.import_module(name, module.__package__)
-            values += [getattr(source, alias.name, None) for alias in node.names]
+            top = name.partition(".")[0]
+            if not top or any(any(folder.glob(f"{top}{end}")) for end in PYTHON):
+                names |= {alias.name for alias in node.names}
+                source = importlib.import_module(name, module.__package__)
+                values += [getattr(source, alias.name, None) for alias in node.names]
     values += vars(module).values() if "*" in names else ()  # of a star import, now executed
     models = [v for v in values if isinstance(v, type) and issubclass(v, nn.Module)]
     imported_names = {model.__name__ for model in models}

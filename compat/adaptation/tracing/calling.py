@@ -278,13 +278,9 @@ def _parameter_of_ids(model: nn.Module) -> inspect.Parameter | None:
 
 def _keyword_of_ids(model: nn.Module) -> str:
     """Return the name of the ids' parameter if it can only be passed by name; otherwise ""."""
-    own, first = (
-        _parameter_of_ids(model),
-        next(iter(inspect.signature(model.forward).parameters), ""),
-    )
-    if own is None or (own.name == first and own.kind is not own.KEYWORD_ONLY):
-        return ""
-    return own.name
+    own = _parameter_of_ids(model)
+    is_first = own == next(iter(inspect.signature(model.forward).parameters.values()), None)
+    return "" if own is None or (is_first and own.kind is not own.KEYWORD_ONLY) else own.name
 
 
 @contextmanager
