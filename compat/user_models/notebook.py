@@ -340,8 +340,9 @@ def _parsed(source: str, filename: str) -> tuple[str, ast.Module, SyntaxError | 
     if magic:
         source = "\n" * magic[0].count("\n") + source[magic.end() :]
     without = MAGIC.sub(lambda found: f"{found[1]}pass" + "\n" * found[0].count("\n"), source)
-    indented = not filename.endswith(".py") or EXPORTED.search(source)
-    for text in map(older_syntax, (source, without, *([_unindented(without)] if indented else []))):
+    is_cell = not filename.endswith(".py") or EXPORTED.search(source)
+    unindented = map(_unindented, [without] if is_cell else [])
+    for text in map(older_syntax, chain((source, without), unindented)):
         try:
             return text, ast.parse(text, filename), None
         except (SyntaxError, ValueError) as error:
