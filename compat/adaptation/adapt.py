@@ -54,6 +54,7 @@ from compat.checkpoint import Checkpoint, Source, open_checkpoint
 from compat.config import HALF, dtype_name
 from compat.errors import AdaptError
 from compat.parity.check import converted, random_ids
+from compat.parity.logits import Extent
 from compat.parity.reference import Reference
 from compat.user_code import is_users
 from compat.user_models.eval_mode import ModelState
@@ -67,6 +68,7 @@ class Options:
     example_length: int | None
     progress: Progress
     make_reference: MakeReference
+    extent: Extent = "all"
 
 
 def adapt(
@@ -214,7 +216,7 @@ def _adapt(model: nn.Module, checkpoint: Checkpoint, options: Options) -> Adapta
                     raise
                 changes.enter_context(without_assertions(model))
                 call, ids = find_call(model, checkpoint, ids)
-        run = Run(model, checkpoint, call, ids, seconds, options.make_reference)
+        run = Run(model, checkpoint, call, ids, seconds, options.make_reference, options.extent)
         continues = changes.enter_context(first_calls(model, state, call, ids))
         adaptation = _judged(run, is_found=forward is None)
     if one_token is not None:

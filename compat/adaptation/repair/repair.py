@@ -35,6 +35,7 @@ from compat.checkpoint import Checkpoint, open_checkpoint
 from compat.config import GPT2Config
 from compat.dialects.linear import GPTModel
 from compat.errors import CompatError, listed
+from compat.parity.logits import Extent
 from compat.parity.reference import Reference, SharedReference
 from compat.saving import save_pretrained
 from compat.user_code import SIBLINGS, handle_errors
@@ -91,8 +92,11 @@ class Target:
         checkpoint: Checkpoint,
         texts: Mapping[str, str],
         make_reference: MakeReference | None = None,
+        extent: Extent = "all",
     ) -> Adaptation:
         """Build the model from these texts and adapt it, with a reference of its own by default.
+
+        With the extent "first", the logits are compared on few inputs, which proves nothing.
 
         Raises:
             CompatError: it cannot be imported, built or adapted.
@@ -109,7 +113,7 @@ class Target:
                     config_name=self.config_name,
                     other_ways=self.other_ways,
                 )
-                options = Options(forward, None, no_progress, make_reference or Reference)
+                options = Options(forward, None, no_progress, make_reference or Reference, extent)
                 with resized(cls, checkpoint.config):
                     return adapt_with(model, lambda: checkpoint, self.part, options)
 
@@ -373,7 +377,7 @@ class Search:
             self.tried.add(key)
             try:
                 with contextlib.redirect_stderr(io.StringIO()):  # what the user's code prints
-                    after = self.target.adapt(self.checkpoint, changed, self.reference)
+                    after = self.target.adapt(self.checkpoint, changed, self.reference, "first")
             except CompatError:
                 continue
             if _rank(after) < _rank(state):
