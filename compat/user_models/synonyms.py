@@ -113,9 +113,10 @@ _TRANSLATED = {
     "nombre": "num", "nb": "num", "anzahl": "num", "oculta": "hidden", "cachee": "hidden",
 }  # fmt: skip
 _OF = ("de", "du", "da", "do")
-# Of global sizes, as in `G_N_EMBD` or `DEFAULT_DIM`.
-_PREFIX = re.compile(r"(?i)(g|global|default|gpt|cfg|my|lm|hp|decoder|dec)_(?=\w{2})")
-_SUFFIX = re.compile(r"(?i)_(decoder|dec)$")
+# Of global sizes, as in `G_N_EMBD` or `DEFAULT_DIM`, and of decoders, as in `d_model_decoder`.
+_AFFIX = re.compile(
+    r"(?i)^(g|global|default|gpt|cfg|my|lm|hp|decoder|dec)_(?=\w{2})|_(decoder|dec)$"
+)
 # How the names of switches begin: `use_blocks` is not a number of blocks.
 _SWITCH = re.compile(r"(?i)(use|has|is|with|enable)_")
 _MISSPELLED = {"embeding": "embedding", "dimention": "dimension", "lenght": "length"}
@@ -233,10 +234,8 @@ def role_of(name: str, among: Collection[str] = ()) -> str | None:
 @lru_cache(maxsize=4096)  # the same few names are tried again in every trial of arguments
 def _role_among(name: str, among: frozenset[str]) -> str | None:
     short = plain(name)
-    if (prefix := _PREFIX.match(name)) and _only_role(short) is None:
-        return _role_among(name[prefix.end() :], among)
-    if (suffix := _SUFFIX.search(name)) and _only_role(short) is None:
-        return _role_among(name[: suffix.start()], among)
+    if _AFFIX.search(name) and _only_role(short) is None:
+        return _role_among(_AFFIX.sub("", name, count=1), among)
     if _INPUT.fullmatch(short):
         roles = {role_of(other) for other in among if not _INPUT.fullmatch(plain(other))}
         return "vocab_size" if "n_embd" in roles and "vocab_size" not in roles else "n_embd"

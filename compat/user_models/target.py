@@ -319,11 +319,14 @@ def _imported_in_methods(tree: ast.Module, folders: list[Path]) -> list[str]:
     nodes = [node for method in methods for node in ast.walk(method)]
     names = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
     names += ["." * n.level + (n.module or "") for n in nodes if isinstance(n, ast.ImportFrom)]
-    tops = {name: name.partition(".")[0] for name in dict.fromkeys(names) if name.strip(".")}
-    return [
-        name for name, top in tops.items()
-        if not top or any(any(folder.glob(f"{top}{end}")) for folder in folders for end in PYTHON)
-    ]  # fmt: skip
+    return [name for name in dict.fromkeys(names) if _is_in(folders, name)]
+
+
+def _is_in(folders: list[Path], name: str) -> bool:
+    """Return whether the folders have a module, which may be relative, with dots before it."""
+    top = name.partition(".")[0]
+    found = (any(folder.glob(f"{top}{end}")) for folder in folders for end in PYTHON)
+    return bool(name.strip(".")) and (not top or any(found))
 
 
 def _is_library(name: str, folder: Path) -> bool:
@@ -589,17 +592,17 @@ def _hides_model(tree: ast.Module) -> bool:
 
 def _derive_from_module(tree: ast.Module) -> None:
     """Let the model of a file that is a plain class with parts in `nn` derive from nn.Module."""
-    modules = _model_classes(ModuleType("nothing"), tree.body)
-    if _whole(modules, modules):
-        return
     plain_names, plain_classes = {"object"}, dict[str, ast.ClassDef]()
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and plain_names.issuperset(map(ast.unparse, node.bases)):
             plain_names.add(node.name)
             if _functions(node.body, "forward") and _functions(node.body, INIT):
                 plain_classes[node.name] = node
+    if not plain_classes:
+        return
+    modules = _model_classes(ModuleType("nothing"), tree.body)
     every = modules | plain_classes
-    if not _whole(plain_classes, every):
+    if _whole(modules, modules) or not _whole(plain_classes, every):
         return
     for node in plain_classes.values():
         constructor = _functions(node.body, INIT)[0]
@@ -688,12 +691,11 @@ def _imported_model(
     imports = [node for node in _with_blocks(body) if isinstance(node, ast.ImportFrom)]
     names = {alias.asname or alias.name for node in imports for alias in node.names}
     values = [getattr(module, name, None) for name in sorted(names)]
-    folder = Path(str(module.__file__)).parent
+    folders = [Path(str(module.__file__)).parent]
     for node in (inner for function in _functions(body) for inner in ast.walk(function)):
         if isinstance(node, ast.ImportFrom):  # as in a function that trains the model
             name = "." * node.level + (node.module or "")
-            top = name.partition(".")[0]
-            if not top or any(any(folder.glob(f"{top}{end}")) for end in PYTHON):
+            if _is_in(folders, name):
                 names |= {alias.name for alias in node.names}
                 source = importlib.import_module(name, module.__package__)
                 values += [getattr(source, alias.name, None) for alias in node.names]
