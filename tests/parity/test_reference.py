@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gpt2 import modeling_gpt2
 
+from compat.adaptation import adapt
 from compat.checkpoint import Checkpoint, open_checkpoint
+from compat.dialects.linear import GPTModel
 from compat.errors import ParityError
 from compat.parity import numpy_gpt2, transformers_gpt2
 from compat.parity.numpy_gpt2 import ACTIVATIONS
@@ -380,3 +383,19 @@ def test_gelu_uses_the_erf_of_math() -> None:
     x = np.linspace(-6, 6, 101)
     expected = [0.5 * value * math.erfc(-value / 2**0.5) for value in x]
     np.testing.assert_allclose(ACTIVATIONS["gelu"](x), expected, rtol=0, atol=1e-15)
+
+
+def test_a_model_that_patches_transformers_at_full_length_is_no_proof(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = open_checkpoint(tiny).config
+
+    class Patching(GPTModel):
+        def forward(self, ids: Tensor) -> Tensor:
+            if ids.shape[1] == config.n_positions:
+                owner, name, wrong = PATCHES["Conv1D.forward"]
+                monkeypatch.setattr(owner, name, wrong(None))
+            return super().forward(ids)
+
+    with pytest.raises(ParityError, match="cannot be trusted"):
+        adapt(Patching(config), tiny)
