@@ -332,7 +332,7 @@ def _with_own_attention(run: Run, graph: Graph, error: UnknownPart) -> Adaptatio
     if not unknown:
         raise error
     adaptation = _with_own_modules(run, unknown, own_attention(config, len(unknown)), _judge_partly)
-    if _finds_other_layers(adaptation):  # what was replaced was not attention
+    if finds_other_layers(adaptation):  # what was replaced was not attention
         raise error
     nodes = [node for each in unknown for node in each.nodes]
     mixing = [each.mixes for each in unknown]
@@ -409,7 +409,8 @@ def _with_own_modules(
     )
 
 
-def _finds_other_layers(adaptation: Adaptation) -> bool:
+def finds_other_layers(adaptation: Adaptation) -> bool:
+    """Return whether a part was found to have another number of layers, and so is not one block."""
     return any(finding.code == "n_layer_mismatch" for finding in adaptation.findings)
 
 
@@ -438,7 +439,7 @@ def _of_first_block(run: Run, known: Sequence[Finding]) -> list[Finding]:
     for module, name in modules:
         with suppress(Exception):
             adaptation = _judge_module(run, module, name)
-            if _finds_other_layers(adaptation):  # the module computes several blocks
+            if finds_other_layers(adaptation):  # the module computes several blocks
                 continue
             found = _beside_own(adaptation.findings, list(known), "other parts")[len(known) :]
             return [finding for finding in found if finding.severity == "breaks" and finding.file]

@@ -6,8 +6,9 @@ like any other, and the mapping, the proof and the findings are those of the par
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -57,10 +58,11 @@ def path_of(part: str, config: GPT2Config) -> str:
 class _Slot(nn.Module):
     """Calls a user's part with hidden states alone: (B, T, C) → (B, T, C)."""
 
-    def __init__(self, part: nn.Module, mask: Callable[[int], Tensor | None]) -> None:
+    def __init__(
+        self, part: nn.Module, mask: Callable[[int], Tensor | None], names: Sequence[str]
+    ) -> None:
         super().__init__()
-        self.part, self.mask = part, mask
-        self.names = required_arguments(part)
+        self.part, self.mask, self.names = part, mask, names
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
         mask = self.mask(x.shape[1])
@@ -87,32 +89,41 @@ def with_part(part: nn.Module, name: str, config: GPT2Config) -> tuple[nn.Module
     path = path_of(name, config)
     model = GPTModel(config).eval()
     owner, _, attribute = path.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, _Slot(part, _mask_of(part, config)))
+    setattr(model.get_submodule(owner), attribute, with_mask(part, config))
     return model, f"{path}.part."
 
 
-def _mask_of(part: nn.Module, config: GPT2Config) -> Callable[[int], Tensor | None]:
-    """Return the convention for a mask argument with which no token attends to a later one."""
+def with_mask(part: nn.Module, config: GPT2Config) -> nn.Module:
+    """Return a module that calls a part with hidden states (B, T, C), and a mask if it takes one.
+
+    It is the first mask with which no token attends to a later one. An optional mask is passed only
+    if tokens attend to later ones without it.
+
+    Raises:
+        AdaptError: the part cannot be called so.
+    """
     T = min(9, config.n_positions)
     x = torch.randn(1, T, config.n_embd, generator=torch.Generator().manual_seed(0))
     other = x.clone()
     other[:, -1] += 1
-    working, errors = [], []
-    for mask in MASKS.values():
-        slot = _Slot(part, mask)
-        try:
-            with eval_mode(part):
-                one, two = slot(x), slot(other)
-        except AdaptError:
-            raise
-        except Exception as error:
-            errors.append(describe_error(error))
-            continue
-        working.append(mask)
-        if torch.allclose(one[:, :-1], two[:, :-1], rtol=1e-3, atol=1e-4):
-            return mask
-        if not any("mask" in name for name in slot.names):
-            break
+    required, working, errors = required_arguments(part), list[_Slot](), list[str]()
+    optional = [name for name in inspect.signature(part.forward).parameters if "mask" in name]
+    for names in dict.fromkeys([(*required,), (*dict.fromkeys([*required, *optional]),)]):
+        for mask in MASKS.values():
+            slot = _Slot(part, mask, names)
+            try:
+                with eval_mode(part):
+                    one, two = slot(x), slot(other)
+            except AdaptError:
+                raise
+            except Exception as error:
+                errors.append(describe_error(error))
+                continue
+            working.append(slot)
+            if torch.allclose(one[:, :-1], two[:, :-1], rtol=1e-3, atol=1e-4):
+                return slot
+            if not any("mask" in name for name in names):
+                break
     if not working:
         raise AdaptError(
             f"{type(part).__name__} cannot be called with hidden states {list(x.shape)}: "
@@ -124,7 +135,7 @@ def _mask_of(part: nn.Module, config: GPT2Config) -> Callable[[int], Tensor | No
 def takes_hidden_states(module: nn.Module, config: GPT2Config) -> bool:
     """Return whether a module can be called like a part."""
     try:
-        _mask_of(module, config)
+        with_mask(module, config)
     except AdaptError:
         return False
     return True

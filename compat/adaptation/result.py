@@ -128,6 +128,8 @@ class Adaptation(HtmlPage):
         """The reason why `parity` is None."""
         breaking = [found for found in self.findings if found.severity == "breaks"]
         first = breaking[0].code if breaking else "unknown_part"
+        if first == "partly_examined":
+            return "only parts of the model were examined"
         if first == "unknown_part":
             return "compat does not know a part of the model"
         if len(self.unmatched) == self.tensors:

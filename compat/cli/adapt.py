@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -142,9 +142,9 @@ def adapt_command(
     The model's code is imported and run, as if you ran it yourself; no code from the checkpoint is
     run.
 
-    Exit code 0: it computes what transformers computes. 1: it does not. 2: wrong usage. 3: it
-    cannot be imported, built, run or recognised as a GPT-2, or the checkpoint is bad. 4: no
-    network. 70: a bug in compat.
+    Exit code 0: it computes what transformers computes. 1: it does not, or only parts of it can be
+    built and run. 2: wrong usage. 3: it cannot be imported, built, run or recognised as a GPT-2, or
+    the checkpoint is bad. 4: no network. 70: a bug in compat.
     """
     if unsafe_fixes and not (diff or fix):
         raise typer.BadParameter("pass it with --diff or --fix.", param_hint="--unsafe-fixes")
@@ -211,7 +211,7 @@ class _Examination:
 
     Attributes:
         notes: What the user should know about the choice of the model and its construction.
-        chosen: The names of the classes that were built, also if they were refused.
+        loaded: The class that was loaded last, and its model, or None if it could not be built.
     """
 
     checkpoint: compat.Checkpoint
@@ -220,7 +220,7 @@ class _Examination:
     part: str | None
     forward: str | None
     notes: list[str] = field(default_factory=list)
-    chosen: list[str] = field(default_factory=list)
+    loaded: tuple[Callable[..., nn.Module], nn.Module | None] | None = None
 
     def run(self, target: str) -> tuple[str, compat.Adaptation]:
         """Return the model that was examined, and the result.
@@ -228,30 +228,54 @@ class _Examination:
         If the target names no class, and the one that was chosen is refused, it is the first of the
         other models in the file that is not refused.
         """
-        from compat.user_models import on_available_device, other_targets
+        from compat.user_models import on_available_device
 
         # For the output and the downloads of the user's code.
         with contextlib.redirect_stdout(sys.stderr), _hub(target):
             try:
                 (call, adaptation), on_cpu = on_available_device(partial(self._adapt, target))
             except compat.AdaptError as error:
-                for other in other_targets(target, self.chosen[0]) if self.chosen else ():
-                    with contextlib.suppress(compat.AdaptError):
-                        (call, adaptation), on_cpu = on_available_device(
-                            partial(self._adapt, other)
-                        )
-                        break
-                else:
-                    raise
-                target, headline = other, str(error).partition("\n")[0]
-                why = f"because {self.chosen[0]} was refused: {headline}"
-                self.notes.append(f"{target} was examined, {why}")
+                target, call, adaptation, on_cpu = self._adapt_other(target, error)
         if on_cpu:
             self.notes.append(
                 "your code uses a device that this machine lacks, so compat ran it on the CPU"
             )
-        self.notes.append(f"compat built {call}")
+        if call:
+            self.notes.append(f"compat built {call}")
         return target, adaptation
+
+    def _adapt_other(
+        self, target: str, error: compat.AdaptError
+    ) -> tuple[str, str, compat.Adaptation, bool]:
+        """Adapt another model of the file, or else parts of the one that was refused.
+
+        Returns:
+            The target, the call that built the model, the result, and whether the model needed the
+            CPU.
+
+        Raises:
+            AdaptError: none of this is possible; the error is the one that was raised before.
+        """
+        from compat.user_models import (
+            imported_siblings,
+            on_available_device,
+            other_targets,
+            restore_siblings,
+        )
+
+        if self.loaded is None:
+            raise error
+        (refused, model), siblings = self.loaded, imported_siblings()
+        for other in other_targets(target, refused.__name__):
+            with contextlib.suppress(compat.AdaptError):
+                (call, adaptation), on_cpu = on_available_device(partial(self._adapt, other))
+                why = f"because {refused.__name__} was refused: {str(error).partition(chr(10))[0]}"
+                self.notes.append(f"{other} was examined, {why}")
+                return other, call, adaptation, on_cpu
+        restore_siblings(siblings)
+        parts = partial(self._adapt_partly, refused, model, error)
+        adaptation, on_cpu = on_available_device(parts)
+        return target, "", adaptation, on_cpu
 
     def _adapt(self, target: str) -> tuple[str, compat.Adaptation]:
         """Build and adapt a model, and return the call that built it and the result.
@@ -266,7 +290,7 @@ class _Examination:
         self.notes.clear()  # those on a model that was refused
         forward = None if self.forward is None else load_forward(self.forward)
         cls, config = load_target(target, self.notes), self.checkpoint.config
-        self.chosen.append(cls.__name__)
+        self.loaded = cls, None
         # The spinner is shown on terminals only, and "line" consists of ASCII characters.
         status = Console(stderr=True).status("building the model …", spinner="line")
         build = partial(
@@ -285,6 +309,7 @@ class _Examination:
 
         with status, handle_errors(cls):
             built, call = build()
+            self.loaded = cls, built
             try:
                 return call, adapted(built)
             except NoLogitsError as error:
@@ -298,6 +323,48 @@ class _Examination:
                     if needs_a_device(failure):
                         raise
                 raise
+
+    def _adapt_partly(
+        self,
+        target: Callable[..., nn.Module],
+        model: nn.Module | None,
+        error: compat.AdaptError,
+    ) -> compat.Adaptation:
+        """Examine the parts of a model that the user's own code failed to build or to run.
+
+        Args:
+            target: the class of the model.
+            model: the model, if it could be built.
+            error: why it was refused.
+
+        Raises:
+            AdaptError: the error, if it is of another kind, or no part can be examined.
+        """
+        from compat.adaptation.part import takes_hidden_states
+        from compat.adaptation.partly import adapt_partly
+        from compat.adaptation.tracing.calling import NoLogitsError
+        from compat.user_models import construct_with_call, part_classes, resized
+        from compat.user_models.arguments import UnknownArguments
+
+        config, of_users_code = self.checkpoint.config, isinstance(error.__cause__, Exception)
+        if not (of_users_code or isinstance(error, (NoLogitsError, UnknownArguments))):
+            raise error
+        told = [self.kwargs, self.config_name, self.part, self.forward]  # which may be mistaken
+        if any(each is not None for each in told) or not isinstance(target, type):
+            raise error
+
+        def parts() -> Iterator[nn.Module]:
+            end = time.process_time() + MOST_SECONDS
+            for cls in part_classes(target):
+                if time.process_time() < end:
+                    with contextlib.suppress(compat.AdaptError):
+                        yield construct_with_call(cls, config, runs=takes_hidden_states)[0]
+
+        with resized(target, config):
+            adaptation = adapt_partly(target, model, parts(), self.checkpoint, error)
+        if adaptation is None:
+            raise error
+        return adaptation
 
     def _can_be_called(self) -> Callable[[nn.Module, compat.GPT2Config], bool]:
         """Return a function that makes the likeliest calls of models, for a limited time in all."""
@@ -403,7 +470,7 @@ def show(adaptation: compat.Adaptation, out: Console) -> None:
     else:
         for part in headline:
             print_wrapped(out, part, others="  ")
-    if adaptation.unmatched:
+    if 0 < len(adaptation.unmatched) < adaptation.tensors:
         names = listed(collapse_layers(adaptation.unmatched), len(adaptation.unmatched))
         print_wrapped(out, Text(f"no parameter for {names}"), "  ", "    ")
     important = [finding for finding in adaptation.findings if finding.severity != "info"]

@@ -12,10 +12,10 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -42,7 +42,7 @@ from compat.user_models.notebook import (
 )
 from compat.user_models.synonyms import AMBIGUOUS, CLASSES, CONFIG_NAMES, plain, takes_sizes
 from compat.user_models.time_limit import limited_time
-from compat.user_models.usage import user_modules, users_folders
+from compat.user_models.usage import is_users_class, user_modules, users_folders
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Model = Callable[..., nn.Module]  # a class, or a function that returns a model
@@ -155,6 +155,40 @@ def other_targets(target: str, chosen: str) -> list[str]:
     with contextlib.suppress(AdaptError):
         return [f"{place}:{name}" for name in _from_file(path, others) if name != chosen]
     return []
+
+
+def part_classes(model: type) -> list[type[nn.Module]]:
+    """Return the user's module classes of which a model consists, before those that these use.
+
+    They are found by the names in their code, so that the model need not be built.
+    """
+    found: list[type[nn.Module]] = []
+    queue = [model]
+    for cls in queue:  # grows
+        own = [base for base in cls.__mro__ if is_users_class(base)]
+        for base in own:
+            in_module = vars(sys.modules[base.__module__])
+            # As in `layers.Block(...)`, where `layers` is a module of the user's.
+            imported = [v for v in in_module.values() if isinstance(v, ModuleType)]
+            places = [
+                in_module,
+                *(vars(m) for m in imported if is_users(str(getattr(m, "__file__", "<built-in>")))),
+            ]
+            names = dict.fromkeys(name for code in _codes(base) for name in code.co_names)
+            values = [place[name] for name in names for place in places if name in place]
+            modules = [v for v in values if isinstance(v, type) and issubclass(v, nn.Module)]
+            new = [each for each in modules if is_users_class(each) and each not in queue]
+            queue += dict.fromkeys(new)
+            found += dict.fromkeys(new)
+    return found
+
+
+def _codes(cls: type) -> list[CodeType]:
+    """Return the code of a class's methods, and of the functions inside of them."""
+    codes = [each.__code__ for each in vars(cls).values() if isinstance(each, FunctionType)]
+    for code in codes:  # grows
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return codes
 
 
 def load_forward(text: str) -> Forward:
@@ -340,6 +374,18 @@ def _forget_siblings() -> None:
     for sibling in SIBLINGS:
         sys.modules.pop(sibling, None)
     SIBLINGS.clear()
+
+
+def imported_siblings() -> dict[str, ModuleType]:
+    """Return the modules that were imported with a file."""
+    return {name: sys.modules[name] for name in SIBLINGS if name in sys.modules}
+
+
+def restore_siblings(siblings: Mapping[str, ModuleType]) -> None:
+    """Replace the modules that were imported with a file by those that were before it."""
+    _forget_siblings()
+    sys.modules.update(siblings)
+    SIBLINGS.update(siblings)
 
 
 def _add_siblings(before: set[str], top: Path) -> None:

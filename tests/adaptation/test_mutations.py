@@ -33,6 +33,7 @@ FEW_STYLES = {
     "changed_in_place": "test_gradients.py adds to the input of a norm",
     "refused_input": "test_mistakes.py asserts that texts are short",
     "unexplained": "a difference without an explanation; no mutation may cause it",
+    "partly_examined": "test_cli_adapt_partly.py has models that cannot be built or called",
     "unexamined": "an error in compat itself; test_adapt.py causes one",
     "n_embd_mismatch": "test_odd_models.py builds models of other widths",
     "random_in_forward": "test_odd_models.py creates modules in forward",

@@ -275,6 +275,11 @@ CODES.update(
         "its logits",
         "Use only torch operations between the ids and the logits.",
     ),
+    partly_examined=Code(
+        "breaks",
+        "{found}, so compat examined only {parts}, in a GPT-2 of its own",
+        "{fix}",
+    ),
     unexamined=Code(
         "info",
         "compat failed to check the model for {codes} ({found}), but the comparison of taps and "

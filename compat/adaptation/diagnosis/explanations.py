@@ -229,6 +229,9 @@ EXPLANATIONS = {
     "logits.",
     "fast_path": "Which code runs depends on the model's mode and on whether gradients are "
     "enabled, so the same model computes different logits in training and in eval mode.",
+    "partly_examined": "A model that compat cannot build or call has no logits to compare. Its "
+    "block, or those of its parts that can be called with hidden states, are examined alone. The "
+    "embeddings, the last norm and the head are not.",
     "untraced": "Operations outside of torch cannot be traced. The logits are compared, but no "
     "deviation can be located.",
     "unexamined": "One check failed with an error of its own. The comparison of hidden states and "

@@ -19,22 +19,31 @@ from compat.adaptation.diagnosis.proof import end_to_end
 from compat.adaptation.diagnosis.registry import CODES, Deviation
 from compat.adaptation.mapping.taps import Taps
 from compat.adaptation.result import Adaptation, Finding, Severity
-from compat.adaptation.tracing.calling import Forward, MethodCalls, plain_kernels
+from compat.adaptation.tracing.calling import (
+    Forward,
+    MethodCalls,
+    NoLogitsError,
+    plain_kernels,
+)
 from compat.adaptation.tracing.graph import NAN_GUARDS, Place
 from compat.adaptation.tracing.plain_lists import PlainList
 from compat.adaptation.tracing.watched import changed_in_place_at, detached_at
 from compat.config import dtype_name
-from compat.errors import NameMapError, collapse_layers, listed
+from compat.errors import AdaptError, NameMapError, collapse_layers, listed
 from compat.name_map import NameMap
 from compat.parity import LogitsProof, ParityReport
 from compat.parity.gradients import prove_gradients
 from compat.parity.reference import Reference
 from compat.tap import tap_names
-from compat.user_code import exception_summary, users_frames
+from compat.user_code import MAKE_MODEL, exception_summary, users_frames
 from compat.user_models.eval_mode import eval_mode
 
 # Deviations whose formula is not known, which may compute the same as GPT-2's.
 UNKNOWN_FORMULAS = {"other_attention", "other_norm"}
+HOW_TO_CALL = (
+    "Pass a function that returns the logits: adapt(model, source, forward=lambda model, ids: …), "
+    'or --forward "model(ids)[0]"'
+)
 
 
 def finding(deviation: Deviation) -> Finding:
@@ -75,6 +84,26 @@ def no_forward(model: nn.Module, calls: MethodCalls) -> Finding:
     code = "no_forward" if type(model).forward is nn.Module.forward else "logits_method"
     place = source.matching(model, rf"^class {type(model).__name__}\b")
     return finding(Deviation(None, [place], {"found": str(calls)}, code=code))
+
+
+def partly_examined(error: AdaptError, parts: Sequence[str], is_built: bool) -> Finding:
+    """Return the finding for a model that cannot be built or called, of which parts were examined.
+
+    Args:
+        error: what building or calling the model raised.
+        parts: the parts in words.
+        is_built: whether the model could be built.
+    """
+    text = error.tried[0] if isinstance(error, NoLogitsError) else str(error).partition("\n")[0]
+    text = re.sub(r" at \S+:\d+ .*|\. The checkpoint has .*", "", text)
+    place = re.search(r"\bat (\S+?):(\d+)[: ]", str(error))
+    values = {
+        "found": f"the call {text}" if isinstance(error, NoLogitsError) else text,
+        "parts": listed(parts, len(parts)),
+        "fix": HOW_TO_CALL if is_built else MAKE_MODEL,
+    }
+    lines = [Place(place[1], int(place[2]))] if place else []
+    return finding(Deviation(None, lines, values, code="partly_examined"))
 
 
 def untraced(error: Exception) -> Finding:

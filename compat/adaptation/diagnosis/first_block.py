@@ -1,4 +1,4 @@
-"""The modules of a model's first block and its attention, found by running the model.
+"""Which part of GPT-2 a module is, and the modules of a model's first block, found by running them.
 
 They are examined alone where the whole model cannot be mapped.
 """
@@ -24,6 +24,8 @@ from compat.user_models.eval_mode import eval_mode, restore_weights, saved_weigh
 
 # The relative RMS difference below which two results of a module are the same.
 SAME = 1e-3
+# The MLP has two matrices, seldom narrower than C × C; a single one is a projection.
+LEAST_IN_MLP = 2
 
 
 def first_block(
@@ -34,7 +36,7 @@ def first_block(
     They are the outermost that compute attention, of a class with several, and those inside of it.
     One that computes more than attention and less than a block is left out.
     """
-    with _with_noise(model):
+    with with_noise(model):
         calls = [c for c in _calls(model, call, ids, config.n_embd) if c.reads_earlier]
         count = Counter(type(each.module) for each in calls)
         several = [each for each in calls if count[type(each.module)] > 1]
@@ -68,24 +70,46 @@ class _Call:
     @property
     def reads_earlier(self) -> bool:
         """Whether the results at later tokens depend on the first one."""
-        other = self.x.clone()
-        other[:, 0] = torch.randn_like(other[:, 0])
-        before, changed = self.on(self.x), self.on(other)
-        difference = (changed - before).norm(dim=(0, 2))
-        return bool((difference > SAME * before.norm(dim=(0, 2)))[1:].any())
+        return _reads_earlier(self.on, self.x)
 
     @property
     def name(self) -> str:
-        """Which part of GPT-2 the module is: "h.0", "h.0.attn", or "" for neither."""
-        width = self.x.shape[-1]
-        matrices = [p.numel() for p in self.module.parameters() if p.ndim > 1 and width in p.shape]
-        if sum(matrices) > MOST_IN_ATTENTION * width**2:
-            return "h.0"
-        with _parameters(self.module, torch.zeros_like):
-            adds_nothing = not self.on(self.x).any()
-        large, larger = self.on(100 * self.x), self.on(1000 * self.x)
-        normalizes = relative_rms(large, larger) < SAME
-        return "h.0.attn" if adds_nothing and not normalizes else ""
+        """Which part of GPT-2 the module is, or ""."""
+        return part_name(self.module, self.on, self.x)
+
+
+def part_name(module: nn.Module, on: Callable[[Tensor], Tensor], x: Tensor) -> str:
+    """Return which part of GPT-2 a module is: h.0, h.0.attn, h.0.mlp, h.0.ln_1, or "" for none.
+
+    Args:
+        module: the module.
+        on: calls it with hidden states, and returns those that it computes.
+        x: hidden states (B, T, C).
+    """
+    width = x.shape[-1]
+    matrices = sum(p.numel() for p in module.parameters() if p.ndim > 1 and width in p.shape)
+    reads_earlier = _reads_earlier(on, x)
+    if reads_earlier and matrices > MOST_IN_ATTENTION * width**2:
+        return "h.0"
+    with _parameters(module, torch.zeros_like):
+        adds_nothing = not on(x).any()
+    normalizes = relative_rms(on(100 * x), on(1000 * x)) < SAME
+    if normalizes:
+        return "" if matrices or reads_earlier else "h.0.ln_1"
+    if not adds_nothing:
+        return ""
+    if reads_earlier:
+        return "h.0.attn"
+    return "h.0.mlp" if matrices >= LEAST_IN_MLP * width**2 else ""
+
+
+def _reads_earlier(on: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Return whether the results at later tokens depend on the first one."""
+    other = x.clone()
+    other[:, 0] = torch.randn_like(other[:, 0])
+    before, changed = on(x), on(other)
+    difference = (changed - before).norm(dim=(0, 2))
+    return bool((difference > SAME * before.norm(dim=(0, 2)))[1:].any())
 
 
 def _calls(model: nn.Module, call: Forward, ids: Tensor, width: int) -> list[_Call]:
@@ -121,7 +145,7 @@ def _hidden_states(values: object, width: int) -> list[Tensor]:
 
 
 @contextmanager
-def _with_noise(model: nn.Module) -> Iterator[None]:
+def with_noise(model: nn.Module) -> Iterator[None]:
     """Add noise to all parameters in the body; a projection may be initialized with zeros."""
 
     def noisy(parameter: Tensor) -> Tensor:
