@@ -146,6 +146,21 @@ def check_instead_of(cli: Cli, tiny: Path, refused: str, last: str) -> None:
     assert note.startswith(f"note: two.py:MyGPT was examined, because {refused} was refused: ")
 
 
+def test_the_model_that_another_one_uses_is_examined_if_that_is_refused(
+    cli: Cli, tiny: Path
+) -> None:
+    last = """
+
+class SeveralGPTs(nn.Module):
+    def __init__(self, vocab, config):
+        super().__init__()
+        self.head = nn.Embedding(vocab, 2)
+        self.blocks = self.norm = self.mlp = self.positions = None
+        self.members = nn.ModuleList(MyGPT(**member.sizes) for member in config["members"])
+"""
+    check_instead_of(cli, tiny, "SeveralGPTs", last)
+
+
 def test_the_base_of_a_model_is_used_if_the_model_is_refused(cli: Cli, tiny: Path) -> None:
     last = """
 

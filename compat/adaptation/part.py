@@ -103,12 +103,13 @@ def with_mask(part: nn.Module, config: GPT2Config) -> nn.Module:
         AdaptError: the part cannot be called so.
     """
     T = min(9, config.n_positions)
-    x = torch.randn(1, T, config.n_embd, generator=torch.Generator().manual_seed(0))
-    other = x.clone()
-    other[:, -1] += 1
+    x, other = torch.randn(2, 1, T, config.n_embd, generator=torch.Generator().manual_seed(0))
+    other[:, :-1] = x[:, :-1]  # the last token differs, and not by a constant, which a norm removes
     required, working, errors = required_arguments(part), list[_Slot](), list[str]()
     optional = [name for name in inspect.signature(part.forward).parameters if "mask" in name]
-    for names in dict.fromkeys([(*required,), (*dict.fromkeys([*required, *optional]),)]):
+    optional.sort(key=lambda name: "pad" in name)  # of padding, which no (T, T) describes
+    passed = [[], *([name] for name in optional), optional]
+    for names in dict.fromkeys((*dict.fromkeys([*required, *more]),) for more in passed):
         for mask in MASKS.values():
             slot = _Slot(part, mask, names)
             try:

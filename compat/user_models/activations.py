@@ -41,8 +41,9 @@ def activation_for(cls: Callable[..., Any], name: str) -> object:
     """Return GPT-2's activation in the form in which the user's code uses this argument.
 
     It is a function if the argument is annotated as one, or is only stored, passed on and called; a
-    function without arguments if it is called without any, as a class is; and otherwise a name, of
-    another activation if the code compares the argument with others only.
+    function without arguments if it is called without any, as a class is; a module if it is put
+    into one of torch's containers; and otherwise a name, of another activation if the code compares
+    the argument with others only.
     """
     text = modules_text(cls)
     if "ACT2FN" in text:
@@ -52,6 +53,8 @@ def activation_for(cls: Callable[..., Any], name: str) -> object:
         return "GELU"
     is_function = any("Callable" in each and "str" not in each for each in annotations)
     if "other" not in uses or is_function:
+        if "contained" in uses:
+            return new_gelu()
         if "made" in uses:
             return new_gelu
         if "called" in uses or any("Callable" in each for each in annotations):
@@ -69,14 +72,17 @@ def activation_for(cls: Callable[..., Any], name: str) -> object:
 def _uses(cls: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
     """Return how the user's code uses a name and its attributes, and its annotations.
 
-    The uses are "called" (with arguments), "made" (called without any), "of nn", as in
-    `getattr(nn, name)`, and "other", such as a comparison. Storing the value, and passing it to the
-    user's classes, are not listed.
+    The uses are "called" (with arguments), "made" (called without any), "contained", as in
+    `nn.ModuleDict(dict(act=name))`, "of nn", as in `getattr(nn, name)`, and "other", such as a
+    comparison. Storing the value, passing it to the user's classes, and comparing it with None are
+    not listed.
     """
     nodes = list(users_nodes(cls))
     classes = {name for name, value in users_globals(cls) if is_users_class(value)}
     names = [name]
     uses: set[str] = set()
+    containers = {"Sequential", "ModuleDict", "ModuleList"}
+    containers |= {"dict"} if "ModuleDict(dict(" in modules_text(cls) else set()
     for each in names:  # grows
         for node in nodes:
             for child in ast.iter_child_nodes(node):
@@ -94,7 +100,10 @@ def _uses(cls: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
                     case ast.Call(func):
                         callee = ast.unparse(func).rpartition(".")[2]
                         passed = callee in classes or callee in ("__init__", "isinstance")
-                        uses |= set() if passed else {"other"}
+                        contained = callee in containers
+                        uses |= set() if passed else {"contained" if contained else "other"}
+                    case ast.Compare(_, [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
+                        pass
                     case ast.keyword() | ast.Attribute() | ast.Expr():
                         pass
                     case _:

@@ -276,6 +276,9 @@ class ConfigMaker:
             if parameter.kind is parameter.VAR_KEYWORD:
                 more = (n for n in usage.names if n in known and n not in {*parameters, *entries})
                 arguments |= {n: known[n] for n in more if _replaces(template, n, known)}
+                others = {*usage.names} - {*known, *parameters, *entries, *dir(template)}
+                neutrals = {name: neutral(name) for name in sorted(others)}
+                arguments |= {name: value for name, (has, value) in neutrals.items() if has}
             elif parameter.kind is parameter.VAR_POSITIONAL or not isinstance(given, Mapping):
                 continue
             elif required and counts(template, name):
@@ -571,6 +574,8 @@ def _accepts(parameter: Parameter, value: Any) -> bool:
         return repr(value) in re.split(r",\s*", choices[1].replace('"', "'"))
     if parameter.annotation in (str, "str") and not isinstance(value, str):
         return False
+    if default is None and parameter.annotation in (str, "str"):  # which is assigned later
+        return True
     if default is None:
         is_number = not isinstance(value, str) and not callable(value)
         return (

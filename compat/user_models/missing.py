@@ -303,15 +303,20 @@ class _Finder:
 
 
 class ReadableDict(dict[str, Any]):
-    """A dictionary whose entries are attributes as well, and with `to_dict` as in transformers."""
+    """A dictionary whose entries are attributes as well, and with `to_dict` as in transformers.
+
+    Methods such as `get_setting("model.n_layer")` return the entry with the last of the names.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(f"the config has no {name!r}", name=name, obj=self)
-        return self[name]
+        if name in self:
+            return self[name]
+        if name.startswith("get_"):
+            return lambda key, *default: getattr(self, key.rpartition(".")[2], *default)
+        raise AttributeError(f"the config has no {name!r}", name=name, obj=self)
 
 
 class LightningModule(nn.Module):

@@ -92,8 +92,10 @@ def resized(target: Callable[..., nn.Module], config: GPT2Config) -> Iterator[No
                     changed |= _resize(owner, entries, config, undo, aliases=layers)
             own_aliases = aliases | _number_of_layers(vars(module), repeated)
             of_flags = {n for _, n, key in _names_read(tree_of(module)) if key == "value"}
+            computed = _computed_sizes(module)
+            given = {name: v for name, v in vars(module).items() if name not in computed}
             changed |= _resize(
-                vars(module), vars(module), config, undo, by_use, own_aliases, arguments, of_flags
+                vars(module), given, config, undo, by_use, own_aliases, arguments, of_flags
             )
             for name, value in _undefined(module, config).items():
                 _replace(vars(module), name, value, undo)
@@ -392,6 +394,21 @@ def _assignments(module: ModuleType) -> Iterator[tuple[str, ast.expr]]:
     return ((target.id, value) for target, value in pairs if isinstance(target, ast.Name))
 
 
+def _computed_sizes(module: ModuleType) -> set[str]:
+    """Return the globals that are computed from other sizes alone, as `head_s = n_embd // n_head`.
+
+    They are computed again, whatever their names suggest.
+    """
+    own, found = vars(module), set[str]()
+    for name, value in _assignments(module):
+        match value:
+            case ast.BinOp(ast.Name(left), ast.Mult() | ast.FloorDiv(), ast.Name(right)):
+                if left in own and right in own:
+                    if SIZES >= {role_of(left, own), role_of(right, own)}:
+                        found.add(name)
+    return found
+
+
 def _positional(function: Any) -> list[str]:
     """Return the names of a function's or a class's parameters that take positional arguments."""
     with contextlib.suppress(TypeError, ValueError):
@@ -405,6 +422,7 @@ def _recompute_globals(module: ModuleType, undo: contextlib.ExitStack) -> None:
     own = vars(module)
     numbers = {name for name, value in own.items() if type(value) in (int, Unknown)}
     others = {name for name in numbers if role_of(name, among=numbers) not in SIZES}
+    others |= _computed_sizes(module) & numbers
     for name, value in _assignments(module):
         if name in others and isinstance(found := _computed(value, module), int):
             _replace(own, name, found, undo)

@@ -138,6 +138,8 @@ def _import_registered(target: Model) -> None:
 def other_targets(target: str, chosen: str) -> list[str]:
     """Return the other language models in a file of which the target names none, the last first.
 
+    Those that the chosen class uses, or derives from, come after the others.
+
     Args:
         target: the file.
         chosen: the name of the class that `load_target` chose.
@@ -149,8 +151,9 @@ def other_targets(target: str, chosen: str) -> list[str]:
 
     def others(module: ModuleType, body: Sequence[ast.stmt]) -> list[str]:
         every, classes = _unused(_model_classes(module, body), body)
-        bases = [ast.unparse(base) for base in getattr(classes.get(chosen), "bases", [])]
-        return _whole([*reversed(every), *(base for base in bases if base in classes)], classes)
+        parts = _used_by(classes[chosen], classes) - {chosen} if chosen in classes else set()
+        used = [name for name in reversed(classes) if name in parts]
+        return _whole(dict.fromkeys([*reversed(every), *used]), classes)
 
     with contextlib.suppress(AdaptError):
         return [f"{place}:{name}" for name in _from_file(path, others) if name != chosen]

@@ -23,7 +23,7 @@ from typing import Any
 from compat.user_code import SIBLINGS, is_users, project_folders
 from compat.user_models.synonyms import CONFIG_NAMES, SIZES, is_config_name, plain, role_of
 
-_ITEM = re.compile(r"""(?:\[|\.(?:get|pop)\()\s*["'](\w+)["']""")
+_ITEM = re.compile(r"""(?:(?:\[|\.(?:get|pop)\()\s*["']|\.get_\w+\(\s*["'](?:\w+\.)*)(\w+)["']""")
 _ATTRIBUTE = re.compile(r"\b([^\W\d][\w.]*)\.([^\W\d]\w*)\b(?!\s*\()")
 _IMPORT = re.compile(r"^\s*(from|import)\s.*", re.MULTILINE)
 _GETTER = re.compile(r"\b([^\W\d][\w.]*)\.(get_\w+)\(\)")
@@ -56,7 +56,8 @@ class Usage:
     """The names that may be read from a config.
 
     Args:
-        items: Names read as `config["name"]` or `config.get("name")`.
+        items: Names read as `config["name"]`, `config.get("name")` or
+            `config.get_setting("section.name")`.
         attributes: Names read as `config.name`, `getattr(config, "name")` or `config.get_name()`.
         tables: Names of tables in which a key is looked up: `key in config["name"]`, or which are
             empty by default: `config.get("name", {})`.

@@ -50,6 +50,25 @@ class MaskedAttention(Attention):
         return self.out((weights @ v).transpose(1, 2).reshape(B, T, C)), weights
 
 
+class OptionallyMaskedBlock(nn.Module):
+    """Without the mask, which comes after one of padding, tokens attend to later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(C), nn.LayerNorm(C)
+        self.attn, self.mlp = MaskedAttention(), FeedForward()
+
+    def forward(
+        self, x: Tensor, padding_mask: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        if padding_mask is not None:
+            x = x.masked_fill(padding_mask[None, :, :1] == 0, 0.0)
+        if mask is None:
+            mask = torch.zeros(x.shape[1], x.shape[1], dtype=torch.bool)
+        x = x + self.attn(self.ln_1(x), mask)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
 class FeedForward(nn.Module):
     def __init__(self, approximate: str = "tanh") -> None:
         super().__init__()
@@ -151,3 +170,7 @@ def test_a_module_that_is_not_a_part_is_refused(
 def test_the_error_for_a_part_without_its_name_suggests_one(tiny: Path) -> None:
     with pytest.raises(AdaptError, match=r"Attention takes hidden states .* --part h\.0\.attn"):
         adapt(Attention(), tiny)
+
+
+def test_an_optional_mask_is_passed_if_tokens_attend_to_later_ones_without_it(tiny: Path) -> None:
+    assert adapt(OptionallyMaskedBlock(), tiny, part="h.1")

@@ -998,8 +998,18 @@ ACTIVATIONS = {
     "annotated": (": typing.Union[str, typing.Callable]", "self.act = activation", "self.act(x)"),
     "called": ("", "self.activation = activation", "self.activation(x)"),
     "class": ("", "self.act = activation()", "self.act(x)"),
+    "contained": (
+        "",
+        "assert activation is not None; self.parts = nn.ModuleDict(dict(act=activation))",
+        "self.parts.act(x)",
+    ),
     "name": ("", "self.act = {'gelu': torch.tanh}[activation]", "self.act(x)"),
     "name of a module": ("", "self.act = getattr(nn, activation)()", "self.act(x)"),
+    "name that is assigned later": (
+        ": str = None",
+        "self.act = {'gelu': torch.tanh}[activation]",
+        "self.act(x)",
+    ),
     "name or function": (
         ": typing.Union[str, typing.Callable]",
         "self.act = torch.tanh if activation == 'gelu' else activation",
@@ -1032,12 +1042,49 @@ class GPT(nn.Module):
     model, call = described(tmp_path, source)
     x = torch.linspace(-3, 3, 9)
     expected = nn.functional.gelu(x, approximate="tanh")
-    named = case in ("name", "name or function")
+    named = case.startswith("name") and case != "name of a module"
     expected = nn.functional.gelu(x) if case == "name of a module" else expected
     assert torch.equal(model.layer(x), torch.tanh(x) if named else expected)
     passed = "'gelu'" if named else "gelu_new"
     passed = {"class": "new_gelu", "name of a module": "'GELU'"}.get(case, passed)
+    passed = "GELU(…)" if case == "contained" else passed
     assert call == f"GPT(vocab_size=97, d_model=24, activation={passed})"
+
+
+def test_entries_are_read_by_a_method_of_the_config(tmp_path: Path) -> None:
+    text = """
+class GPT(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        width = cfg.get_setting("model.n_embd")
+        self.tok = nn.Embedding(cfg.get_setting("model.vocab_size"), width)
+        self.other = cfg.get_setting("model.other", 5)
+        self.layers = cfg.get_setting("model.n_layer")
+
+    def forward(self, ids):
+        return self.tok(ids) @ self.tok.weight.T
+"""
+    model = build(tmp_path, text)
+    assert (model.tok.weight.shape, model.other, model.layers) == ((97, 24), 5, 3)
+
+
+def test_a_config_of_keywords_has_neutral_values_too(tmp_path: Path) -> None:
+    """Either the sizes or the name of a preset must be None."""
+    text = """
+class CfgNode:
+    def __init__(self, **kwargs):
+        self.__dict__.update(kwargs)
+
+class GPT(nn.Module):
+    def __init__(self, config: CfgNode):
+        super().__init__()
+        assert (config.model_type is None) != (config.n_embd is None)
+        self.tok = nn.Embedding(config.vocab_size, config.n_embd)
+
+    def forward(self, ids):
+        return self.tok(ids) @ self.tok.weight.T
+"""
+    assert build(tmp_path, text).tok.weight.shape == (97, 24)
 
 
 IN_A_FILE = """
