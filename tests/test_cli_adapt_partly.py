@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ FAILS = '        assert self.training is None, "not yet"'
 NO_CALL, NO_BUILD = f"{FAILS}\n{CALL}", f"{FAILS}\n{BUILD}"
 NO_LOGITS = GPT.replace(CALL, NO_CALL)
 NOT_BUILT = GPT.replace(BUILD, NO_BUILD)
+# A class in the class of the model.
+_BLOCK = NOT_BUILT[NOT_BUILT.index("class Block") : NOT_BUILT.index("class MyGPT")]
+NESTED = NOT_BUILT.replace(_BLOCK, "").replace(" Block(", " self.Block(")
+NESTED = NESTED.replace("(nn.Module):\n", f"(nn.Module):\n{indent(_BLOCK, '    ')}")
 # A block that needs more than hidden states, of which two parts are modules.
 IN_PARTS = NOT_BUILT.replace(
     "        self.up = nn.Linear(width, 4 * width)\n"
@@ -39,7 +44,7 @@ def examined(cli: Cli, text: str, tiny: Path, *options: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("text", [NO_LOGITS, NOT_BUILT])
+@pytest.mark.parametrize("text", [NO_LOGITS, NOT_BUILT, NESTED])
 def test_the_block_of_a_model_is_examined_alone(cli: Cli, tiny: Path, text: str) -> None:
     """The first finding is the line that fails, the second the deviation of the block."""
     erf = text.replace(TANH, ERF)

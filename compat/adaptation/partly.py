@@ -128,7 +128,9 @@ class _Parts:
             with suppress(Exception):  # the user's module may fail on other hidden states
                 adaptation = adapt(module, self.checkpoint, part=name, progress=self.progress)
                 if not finds_other_layers(adaptation):  # the module computes several blocks
-                    self.found[name] = Part(cls, adaptation, _line(root, path))
+                    part = Part(cls, adaptation, _line(root, path))
+                    # A block makes parts redundant that were found before it.
+                    self.found = {name: part} if name == "h.0" else {**self.found, name: part}
                     return
         for child, _ in module.named_children():
             self.examine(root, f"{path}.{child}".lstrip("."))

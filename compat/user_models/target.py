@@ -173,10 +173,9 @@ def part_classes(model: type) -> list[type[nn.Module]]:
             in_module = vars(sys.modules[base.__module__])
             # As in `layers.Block(...)`, where `layers` is a module of the user's.
             imported = [v for v in in_module.values() if isinstance(v, ModuleType)]
-            places = [
-                in_module,
-                *(vars(m) for m in imported if is_users(str(getattr(m, "__file__", "<built-in>")))),
-            ]
+            files = {module: getattr(module, "__file__", None) for module in imported}
+            users = [module for module, file in files.items() if file and is_users(file)]
+            places = [in_module, vars(base), *map(vars, users)]  # base may contain a class
             names = dict.fromkeys(name for code in _codes(base) for name in code.co_names)
             values = [place[name] for name in names for place in places if name in place]
             modules = [v for v in values if isinstance(v, type) and issubclass(v, nn.Module)]
