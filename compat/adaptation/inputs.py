@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from time import process_time
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,6 +29,8 @@ from compat.user_models.accelerators import needs_a_device
 from compat.user_models.target import finding_modules
 from compat.user_models.usage import users_folders
 
+# The processor time after which a model whose calls fail is not called in further ways.
+MOST_SECONDS = 60
 # The number of logits up to which a model is called on as many sequences as it expects.
 MOST_LOGITS = 500_000_000
 
@@ -92,7 +95,10 @@ def _find_call(
             ) from None
         # What the calls with the full length raise, and those with one sequence.
         longer, alone = list[str](), list[str]()
+        end = process_time() + MOST_SECONDS
         for other, form in _other_inputs(model, checkpoint, ids, error):
+            if process_time() > end:
+                break
             try:
                 found = find_signature(model, other, form)
                 # A model of one sequence does not return logits (B, V) for ids (T, B).

@@ -27,7 +27,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import module_from_spec
+from importlib.util import find_spec, module_from_spec
 from itertools import islice
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
@@ -167,6 +167,14 @@ def _failed_module(error: BaseException) -> str:
 def is_missing(value: object) -> bool:
     """Return whether a value is a name of a missing library."""
     return isinstance(value, _Missing)
+
+
+def is_installed(library: str) -> bool:
+    """Return whether a library can be imported, and is not only replaced by a placeholder."""
+    with contextlib.suppress(ImportError, ValueError):
+        spec = find_spec(library)
+        return spec is not None and not isinstance(spec.loader, _Finder)
+    return False
 
 
 _loading: list[bool] = []
@@ -471,8 +479,14 @@ class _Missing(type):
             return False
         if _loading and _decorates(caller, args, kwargs):
             return args[0]
+        config = kwargs.get("config")
+        if isinstance(config, dict):  # as in wandb.init(config=…), after which wandb.config is read
+            config = ReadableDict(config)
+            vars(sys.modules[cls.library])["config"] = config
         if _loading and (caller.f_code.co_name == "<module>" or _line(caller).startswith("@")):
-            return Unknown(cls.error())
+            found = Unknown(cls.error())
+            vars(found).update({"config": config} if isinstance(config, dict) else {})
+            return found
         names = [v for v in caller.f_globals.values() if isinstance(v, (_Missing, _MissingModule))]
         imported = any(name.library == cls.library for name in names)
         if imported and _is_discarded(caller):

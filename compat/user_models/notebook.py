@@ -24,7 +24,7 @@ from typing import Any
 from compat.errors import AdaptError
 from compat.user_code import translated
 from compat.user_models.accelerators import needs_a_device
-from compat.user_models.missing import Unknown
+from compat.user_models.missing import Unknown, is_installed
 from compat.user_models.synonyms import plain, role_of
 from compat.user_models.time_limit import limited_time
 
@@ -570,6 +570,10 @@ def _changed(node: ast.stmt) -> Iterator[str]:
             changed = [argument for call in calls for argument in call.args]
         case ast.Expr(ast.Call(func=ast.Attribute(value=owner, attr=name))) if name in MUTATORS:
             changed = [owner]
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name(library) as owner, "init"), _, keywords)):
+            # As `wandb.init(config=…)`, which sets `wandb.config`; one that is installed would log.
+            if any(each.arg == "config" for each in keywords) and not is_installed(library):
+                changed = [owner]
     for target in changed:
         while isinstance(target, (ast.Attribute, ast.Subscript)):
             target = target.value

@@ -508,3 +508,32 @@ class GPT(nn.Module):
 """
     model = build(tmp_path, source)
     assert model.wpe.weight.shape == (CONFIG.n_positions, CONFIG.n_embd)
+
+
+@pytest.mark.parametrize("end", ["", "1 / 0  # so only what the model needs is executed"])
+@pytest.mark.parametrize("config", ["no_such_library.config", "run.config"])
+def test_a_config_that_is_passed_to_a_missing_library_is_read_from_it(
+    tmp_path: Path, config: str, end: str
+) -> None:
+    """Libraries for logging keep it."""
+    source = f"""
+import no_such_library
+from torch import nn
+
+run = no_such_library.init(project="gpt", config={{"n_embd": 6, "block_size": 8}})
+config = {config}
+
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.wte = nn.Embedding(vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+
+
+{end}
+"""
+    if "run" not in config:
+        source = source.replace("run = ", "")
+    model = build(tmp_path, source)
+    assert model.wpe.weight.shape == (CONFIG.n_positions, CONFIG.n_embd)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import islice, product
+from time import process_time
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ HEADS = re.compile(
 SETUP = re.compile(r"^(setup|set_up|init|initialize|allocate|build|create|make)_\w*(cache|mask)")
 KV_CACHE = re.compile(r"^(past|(kv|[kv])_?cache|cache(_?[kv])?)s?$")
 MASK_MULTIPLE = 8
+MOST_SECONDS = 30  # of processor time, after which no further calls are tried if some have failed
 MOST_COMBINATIONS = 24  # combinations of values for the arguments that a model needs
 
 
@@ -556,6 +558,7 @@ def find_signature(
     """
     tried: list[str] = []
     missing: ModuleNotFoundError | None = None
+    end = process_time() + MOST_SECONDS
     fused = any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
     usual, optional = _signatures(model, form), _with_optional_arguments(model, form)
     for signatures in (
@@ -566,6 +569,8 @@ def find_signature(
     ):
         found = []
         for text, signature in signatures:
+            if tried and process_time() > end:
+                break
             try:
                 with eval_mode(model), plain_kernels():
                     signature(model, ids)
