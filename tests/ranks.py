@@ -64,15 +64,15 @@ def run_ranks(module: str, size: int, folder: Path, timeout: float = 240) -> Out
     for process in processes:
         process.kill()
         process.join()
-    outcomes: Outcomes = dict.fromkeys(
-        import_module(module).CHECKS, f"not finished: exit codes {[p.exitcode for p in processes]}"
-    )
-    for rank in reversed(range(size)):
+    unfinished = f"not finished: exit codes {[p.exitcode for p in processes]}"
+    faults: dict[str, list[str]] = {name: [] for name in import_module(module).CHECKS}
+    for rank in range(size):  # one that fails may let others fail, so all are shown
         path = folder / f"outcomes-{rank}"
-        lines = path.read_text().splitlines() if path.exists() else []
-        for name, fault in map(json.loads, lines):
-            if rank == size - 1 or fault or outcomes[name] is None:
-                outcomes[name] = fault and f"rank {rank}: {fault}"
+        found = dict(map(json.loads, path.read_text().splitlines() if path.exists() else []))
+        for name, every in faults.items():
+            if fault := found.get(name, unfinished):
+                every.append(f"rank {rank}: {fault}")
+    outcomes: Outcomes = {name: "\n".join(every) or None for name, every in faults.items()}
     return outcomes
 
 

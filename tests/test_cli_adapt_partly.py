@@ -79,6 +79,16 @@ def test_the_output_names_the_parts(cli: Cli, tiny: Path) -> None:
     assert headline == f"✗ mapped 0 of 40 tensors   {parity}"
     assert place.startswith("partly.py:") and place.endswith(FAILS.strip())
     assert what.startswith("  ✗ partly_examined · breaks parity: MyGPT(")
+    assert "note: compat built Block(width=24, heads=4)" in done.err.splitlines()
+
+
+def test_no_edits_are_tried(cli: Cli, tiny: Path) -> None:
+    text = NOT_BUILT.replace(TANH, ERF)
+    Path("partly.py").write_text(text)
+    done = cli("adapt", "partly.py:MyGPT", "--model", tiny, "--fix")
+    assert done.code == 1 and "erf_gelu" in done.out
+    assert done.err.endswith("so no edits were tried. Nothing was written\n")
+    assert Path("partly.py").read_text() == text
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,10 @@ from compat.user_models.accelerators import needs_a_device
 from compat.user_models.target import finding_modules
 from compat.user_models.usage import users_folders
 
-# The processor time after which a model whose calls fail is not called in further ways.
+# The processor time after which a model whose calls fail is not called in further ways: on other
+# ids, and on the same ids where a model is one of many.
 MOST_SECONDS = 60
+MOST_SECONDS_OF_ONE = 5
 # The number of logits up to which a model is called on as many sequences as it expects.
 MOST_LOGITS = 500_000_000
 
@@ -73,7 +75,7 @@ def can_be_called(model: nn.Module, checkpoint: Checkpoint) -> bool:
     for ids, form in (*calls, (full_length[:1], alone)):
         try:
             with plain_flex_attention():
-                find_signature(model, ids, form)
+                find_signature(model, ids, form, MOST_SECONDS_OF_ONE)
             return True
         except Exception as error:
             if needs_a_device(error):

@@ -138,8 +138,8 @@ class _Parts:
     def _name(self, module: nn.Module) -> str:
         """Return which part of GPT-2 a module is, or ""."""
         config = self.checkpoint.config
-        x = torch.randn(2, min(9, config.n_positions), config.n_embd)
         with suppress(Exception), with_noise(module):
+            x = torch.randn(2, min(9, config.n_positions), config.n_embd)
             on = with_mask(module, config)
             if relative_rms(on(x)[:1], on(x[:1])) < SAME:  # otherwise it takes sequences time first
                 return part_name(module, on, x)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 import compat
@@ -211,7 +212,8 @@ class _Examination:
 
     Attributes:
         notes: What the user should know about the choice of the model and its construction.
-        loaded: The class that was loaded last, and its model, or None if it could not be built.
+        loaded: The class that was loaded last, its model, or None if it could not be built, and the
+            call that built it.
     """
 
     checkpoint: compat.Checkpoint
@@ -220,7 +222,7 @@ class _Examination:
     part: str | None
     forward: str | None
     notes: list[str] = field(default_factory=list)
-    loaded: tuple[Callable[..., nn.Module], nn.Module | None] | None = None
+    loaded: tuple[Callable[..., nn.Module], nn.Module | None, str] | None = None
 
     def run(self, target: str) -> tuple[str, compat.Adaptation]:
         """Return the model that was examined, and the result.
@@ -240,8 +242,7 @@ class _Examination:
             self.notes.append(
                 "your code uses a device that this machine lacks, so compat ran it on the CPU"
             )
-        if call:
-            self.notes.append(f"compat built {call}")
+        self.notes.append(f"compat built {call}")
         return target, adaptation
 
     def _adapt_other(
@@ -250,8 +251,8 @@ class _Examination:
         """Adapt another model of the file, or else parts of the one that was refused.
 
         Returns:
-            The target, the call that built the model, the result, and whether the model needed the
-            CPU.
+            The target, the calls that built what was examined, the result, and whether that needed
+            the CPU.
 
         Raises:
             AdaptError: none of this is possible; the error is the one that was raised before.
@@ -265,7 +266,8 @@ class _Examination:
 
         if self.loaded is None:
             raise error
-        (refused, model), siblings = self.loaded, imported_siblings()
+        refused, model, built = self.loaded
+        siblings, notes = imported_siblings(), [*self.notes]
         for other in other_targets(target, refused.__name__):
             with contextlib.suppress(compat.AdaptError):
                 (call, adaptation), on_cpu = on_available_device(partial(self._adapt, other))
@@ -273,9 +275,10 @@ class _Examination:
                 self.notes.append(f"{other} was examined, {why}")
                 return other, call, adaptation, on_cpu
         restore_siblings(siblings)
-        parts = partial(self._adapt_partly, refused, model, error)
-        adaptation, on_cpu = on_available_device(parts)
-        return target, "", adaptation, on_cpu
+        self.notes[:] = notes
+        parts = partial(self._adapt_partly, refused, model, built, error)
+        (call, adaptation), on_cpu = on_available_device(parts)
+        return target, call, adaptation, on_cpu
 
     def _adapt(self, target: str) -> tuple[str, compat.Adaptation]:
         """Build and adapt a model, and return the call that built it and the result.
@@ -290,9 +293,8 @@ class _Examination:
         self.notes.clear()  # those on a model that was refused
         forward = None if self.forward is None else load_forward(self.forward)
         cls, config = load_target(target, self.notes), self.checkpoint.config
-        self.loaded = cls, None
-        # The spinner is shown on terminals only, and "line" consists of ASCII characters.
-        status = Console(stderr=True).status("building the model …", spinner="line")
+        self.loaded = cls, None, ""
+        status, progress = _status()
         build = partial(
             construct_with_call, cls, config, kwargs=self.kwargs, config_name=self.config_name
         )
@@ -304,12 +306,12 @@ class _Examination:
                     self.checkpoint,
                     part=self.part,
                     forward=forward,
-                    progress=lambda stage: status.update(f"{STAGES.get(stage, stage)} …"),
+                    progress=progress,
                 )
 
         with status, handle_errors(cls):
             built, call = build()
-            self.loaded = cls, built
+            self.loaded = cls, built, call
             try:
                 return call, adapted(built)
             except NoLogitsError as error:
@@ -328,14 +330,18 @@ class _Examination:
         self,
         target: Callable[..., nn.Module],
         model: nn.Module | None,
+        call: str,
         error: compat.AdaptError,
-    ) -> compat.Adaptation:
+    ) -> tuple[str, compat.Adaptation]:
         """Examine the parts of a model that the user's own code failed to build or to run.
 
         Args:
             target: the class of the model.
-            model: the model, if it could be built.
+            model, call: the model, if it could be built, and the call that built it.
             error: why it was refused.
+
+        Returns:
+            The calls that built the model or its parts, and the result.
 
         Raises:
             AdaptError: the error, if it is of another kind, or no part can be examined.
@@ -346,7 +352,8 @@ class _Examination:
         from compat.user_models import construct_with_call, part_classes, resized
         from compat.user_models.arguments import UnknownArguments
 
-        config, of_users_code = self.checkpoint.config, isinstance(error.__cause__, Exception)
+        cause, calls = error.__cause__, [call] if call else []
+        of_users_code = cause is not None and not isinstance(cause, compat.CompatError)
         if not (of_users_code or isinstance(error, (NoLogitsError, UnknownArguments))):
             raise error
         told = [self.kwargs, self.config_name, self.part, self.forward]  # which may be mistaken
@@ -358,13 +365,18 @@ class _Examination:
             for cls in part_classes(target):
                 if time.process_time() < end:
                     with contextlib.suppress(compat.AdaptError):
-                        yield construct_with_call(cls, config, runs=takes_hidden_states)[0]
+                        part, how = construct_with_call(
+                            cls, self.checkpoint.config, runs=takes_hidden_states
+                        )
+                        calls.append(how)
+                        yield part
 
-        with resized(target, config):
-            adaptation = adapt_partly(target, model, parts(), self.checkpoint, error)
+        status, progress = _status()
+        with status, resized(target, self.checkpoint.config):
+            adaptation = adapt_partly(target, model, parts(), self.checkpoint, error, progress)
         if adaptation is None:
             raise error
-        return adaptation
+        return ", and ".join(calls), adaptation
 
     def _can_be_called(self) -> Callable[[nn.Module, compat.GPT2Config], bool]:
         """Return a function that makes the likeliest calls of models, for a limited time in all."""
@@ -377,6 +389,15 @@ class _Examination:
             return time.process_time() < end and can_be_called(model, in_sizes)
 
         return runs
+
+
+def _status() -> tuple[Status, Callable[[str], None]]:
+    """Return a spinner, and the function that shows a stage beside it.
+
+    The spinner is shown on terminals only, and "line" consists of ASCII characters.
+    """
+    status = Console(stderr=True).status("building the model …", spinner="line")
+    return status, lambda stage: status.update(f"{STAGES.get(stage, stage)} …")
 
 
 def _summarize(
@@ -422,6 +443,10 @@ def _repair(
     from compat.adaptation.repair.repair import Unrepaired, repair
     from compat.adaptation.repair.write import write
 
+    if any(finding.code == "partly_examined" for finding in adaptation.findings):
+        show(adaptation, console())
+        note("only parts of the model were examined, so no edits were tried. Nothing was written")
+        return 1
     status = Console(stderr=True).status("searching for edits …", spinner="line")
     with status, _hub(target.name):
         found = repair(target, checkpoint, unsafe=unsafe)

@@ -95,8 +95,8 @@ def partly_examined(error: AdaptError, parts: Sequence[str], is_built: bool) -> 
         is_built: whether the model could be built.
     """
     text = error.tried[0] if isinstance(error, NoLogitsError) else str(error).partition("\n")[0]
-    text = re.sub(r" at \S+:\d+ .*|\. The checkpoint has .*", "", text)
-    place = re.search(r"\bat (\S+?):(\d+)[: ]", str(error))
+    text = re.sub(r" at (?:(?! at ).)+:\d+ .*|\. The checkpoint has .*", "", text)
+    place = re.search(r" at ((?:(?! at ).)+?):(\d+)[: ]", str(error))
     values = {
         "found": f"the call {text}" if isinstance(error, NoLogitsError) else text,
         "parts": listed(parts, len(parts)),

@@ -54,7 +54,7 @@ HEADS = re.compile(
 SETUP = re.compile(r"^(setup|set_up|init|initialize|allocate|build|create|make)_\w*(cache|mask)")
 KV_CACHE = re.compile(r"^(past|(kv|[kv])_?cache|cache(_?[kv])?)s?$")
 MASK_MULTIPLE = 8
-MOST_SECONDS = 30  # of processor time, after which no further calls are tried if some have failed
+MOST_SECONDS = 30  # of processor time, for the calls of a model that fail
 MOST_COMBINATIONS = 24  # combinations of values for the arguments that a model needs
 
 
@@ -539,7 +539,10 @@ class NoLogitsError(AdaptError):
 
 
 def find_signature(
-    model: nn.Module, ids: Tensor, form: CallSignature = CallSignature()
+    model: nn.Module,
+    ids: Tensor,
+    form: CallSignature = CallSignature(),
+    most_seconds: float = MOST_SECONDS,
 ) -> CallSignature:
     """Return the first signature that returns logits for these ids, of all positions if possible.
 
@@ -552,13 +555,14 @@ def find_signature(
         model: the user's model.
         ids: ids (B, T).
         form: in which form the ids are passed: its `rows`, `convert`, `time_first` and `setup`.
+        most_seconds: the processor time after which, if a call has failed, no others are made.
 
     Raises:
         AdaptError: none returned logits, or a library is not installed.
     """
     tried: list[str] = []
     missing: ModuleNotFoundError | None = None
-    end = process_time() + MOST_SECONDS
+    end = process_time() + most_seconds
     fused = any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
     usual, optional = _signatures(model, form), _with_optional_arguments(model, form)
     for signatures in (
