@@ -125,7 +125,7 @@ class _Parts:
             self.tried.add(cls)
         name = self._name(module)
         if name and name not in self.found:
-            with suppress(Exception):  # the user's module may fail on other hidden states
+            with suppress(Exception, SystemExit):  # it may fail on other hidden states
                 adaptation = adapt(module, self.checkpoint, part=name, progress=self.progress)
                 if not finds_other_layers(adaptation):  # the module computes several blocks
                     part = Part(cls, adaptation, _line(root, path))
@@ -138,7 +138,7 @@ class _Parts:
     def _name(self, module: nn.Module) -> str:
         """Return which part of GPT-2 a module is, or ""."""
         config = self.checkpoint.config
-        with suppress(Exception), with_noise(module):
+        with suppress(Exception, SystemExit), with_noise(module):
             x = torch.randn(2, min(9, config.n_positions), config.n_embd)
             on = with_mask(module, config)
             if relative_rms(on(x)[:1], on(x[:1])) < SAME:  # otherwise it takes sequences time first

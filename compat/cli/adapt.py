@@ -353,7 +353,7 @@ class _Examination:
         from compat.user_models.arguments import UnknownArguments
 
         cause, calls = error.__cause__, [call] if call else []
-        of_users_code = cause is not None and not isinstance(cause, compat.CompatError)
+        of_users_code = isinstance(cause, Exception) and not isinstance(cause, compat.CompatError)
         if not (of_users_code or isinstance(error, (NoLogitsError, UnknownArguments))):
             raise error
         told = [self.kwargs, self.config_name, self.part, self.forward]  # which may be mistaken
