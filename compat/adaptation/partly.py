@@ -75,7 +75,7 @@ def adapt_partly(
 
 
 @dataclass
-class Part:
+class _Part:
     """A part that was examined.
 
     Args:
@@ -103,7 +103,7 @@ class _Parts:
 
     checkpoint: Checkpoint
     progress: Progress
-    found: dict[str, Part] = field(default_factory=dict)
+    found: dict[str, _Part] = field(default_factory=dict)
     tried: set[type] = field(default_factory=set)
 
     @property
@@ -128,7 +128,7 @@ class _Parts:
             with suppress(Exception, SystemExit):  # it may fail on other hidden states
                 adaptation = adapt(module, self.checkpoint, part=name, progress=self.progress)
                 if not finds_other_layers(adaptation):  # the module computes several blocks
-                    part = Part(cls, adaptation, _line(root, path))
+                    part = _Part(cls, adaptation, _line(root, path))
                     # A block makes parts redundant that were found before it.
                     self.found = {name: part} if name == "h.0" else {**self.found, name: part}
                     return

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.status import Status
 from rich.text import Text
 
 import compat
@@ -36,6 +35,7 @@ from compat.summary import SEVERITY, further_places
 from compat.user_code import place
 
 if TYPE_CHECKING:
+    from rich.status import Status
     from torch import nn
 
     from compat.adaptation.repair.repair import Target

@@ -310,6 +310,9 @@ class _Finder:
         pass
 
 
+_GETS_ENTRY = re.compile("get_(setting|value|param(eter)?|option|entry|item|key)")
+
+
 class ReadableDict(dict[str, Any]):
     """A dictionary whose entries are attributes as well, and with `to_dict` as in transformers.
 
@@ -322,7 +325,7 @@ class ReadableDict(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         if name in self:
             return self[name]
-        if name.startswith("get_"):
+        if _GETS_ENTRY.fullmatch(name):
             return lambda key, *default: getattr(self, key.rpartition(".")[2], *default)
         raise AttributeError(f"the config has no {name!r}", name=name, obj=self)
 
@@ -479,10 +482,10 @@ class _Missing(type):
             return False
         if _loading and _decorates(caller, args, kwargs):
             return args[0]
-        config = kwargs.get("config")
-        if isinstance(config, dict):  # as in wandb.init(config=…), after which wandb.config is read
-            config = ReadableDict(config)
-            vars(sys.modules[cls.library])["config"] = config
+        config, module = kwargs.get("config"), sys.modules.get(cls.library)
+        # After wandb.init(config=…), code reads wandb.config.
+        if isinstance(config, dict) and module is not None:
+            config = vars(module)["config"] = ReadableDict(config)
         if _loading and (caller.f_code.co_name == "<module>" or _line(caller).startswith("@")):
             found = Unknown(cls.error())
             vars(found).update({"config": config} if isinstance(config, dict) else {})

@@ -23,7 +23,7 @@ from typing import Any
 from compat.user_code import SIBLINGS, is_users, project_folders
 from compat.user_models.synonyms import CONFIG_NAMES, SIZES, is_config_name, plain, role_of
 
-_ITEM = re.compile(r"""(?:(?:\[|\.(?:get|pop)\()\s*["']|\.get_\w+\(\s*["'](?:\w+\.)*)(\w+)["']""")
+_ITEM = re.compile(r"""(?:(?:\[|\.(?:get|pop)\()\s*["']|\.get_\w+\(\s*["'](?:\w+\.)+)(\w+)["']""")
 _ATTRIBUTE = re.compile(r"\b([^\W\d][\w.]*)\.([^\W\d]\w*)\b(?!\s*\()")
 _IMPORT = re.compile(r"^\s*(from|import)\s.*", re.MULTILINE)
 _GETTER = re.compile(r"\b([^\W\d][\w.]*)\.(get_\w+)\(\)")
