@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from compat.errors import AdaptError, CompatError
@@ -158,6 +158,14 @@ def _from_users(error: BaseException) -> bool:
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     own = [file for file in files if is_users(file) or file.startswith(COMPAT)]
     return bool(own) and not own[-1].startswith(COMPAT)
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield the global names and attributes that a function and the functions inside it use."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
 
 
 @cache

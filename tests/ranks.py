@@ -72,8 +72,7 @@ def run_ranks(module: str, size: int, folder: Path, timeout: float = 240) -> Out
         for name, every in faults.items():
             if fault := found.get(name, unfinished):
                 every.append(f"rank {rank}: {fault}")
-    outcomes: Outcomes = {name: "\n".join(every) or None for name, every in faults.items()}
-    return outcomes
+    return {name: "\n".join(every) or None for name, every in faults.items()}
 
 
 def _run(module: str, rank: int, size: int, folder: Path) -> None:

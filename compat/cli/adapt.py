@@ -271,7 +271,8 @@ class _Examination:
         for other in other_targets(target, refused.__name__):
             with contextlib.suppress(compat.AdaptError):
                 (call, adaptation), on_cpu = on_available_device(partial(self._adapt, other))
-                why = f"because {refused.__name__} was refused: {str(error).partition(chr(10))[0]}"
+                headline = str(error).partition("\n")[0]
+                why = f"because {refused.__name__} was refused: {headline}"
                 self.notes.append(f"{other} was examined, {why}")
                 return other, call, adaptation, on_cpu
         restore_siblings(siblings)
@@ -294,7 +295,7 @@ class _Examination:
         forward = None if self.forward is None else load_forward(self.forward)
         cls, config = load_target(target, self.notes), self.checkpoint.config
         self.loaded = cls, None, ""
-        status, progress = _status()
+        status = _status("building the model …")
         build = partial(
             construct_with_call, cls, config, kwargs=self.kwargs, config_name=self.config_name
         )
@@ -306,7 +307,7 @@ class _Examination:
                     self.checkpoint,
                     part=self.part,
                     forward=forward,
-                    progress=progress,
+                    progress=partial(_show_stage, status),
                 )
 
         with status, handle_errors(cls):
@@ -356,8 +357,9 @@ class _Examination:
         of_users_code = isinstance(cause, Exception) and not isinstance(cause, compat.CompatError)
         if not (of_users_code or isinstance(error, (NoLogitsError, UnknownArguments))):
             raise error
-        told = [self.kwargs, self.config_name, self.part, self.forward]  # which may be mistaken
-        if any(each is not None for each in told) or not isinstance(target, type):
+        # With one of these options, the error may be in the option and not in the user's code.
+        options_passed = [self.kwargs, self.config_name, self.part, self.forward]
+        if any(option is not None for option in options_passed) or not isinstance(target, type):
             raise error
 
         def parts() -> Iterator[nn.Module]:
@@ -371,7 +373,8 @@ class _Examination:
                         calls.append(how)
                         yield part
 
-        status, progress = _status()
+        status = _status("building the model …")
+        progress = partial(_show_stage, status)
         with status, resized(target, self.checkpoint.config):
             adaptation = adapt_partly(target, model, parts(), self.checkpoint, error, progress)
         if adaptation is None:
@@ -391,13 +394,13 @@ class _Examination:
         return runs
 
 
-def _status() -> tuple[Status, Callable[[str], None]]:
-    """Return a spinner, and the function that shows a stage beside it.
+def _status(text: str) -> Status:
+    """Return a spinner with a text, which is shown on terminals only."""
+    return Console(stderr=True).status(text, spinner="line")  # of ASCII characters
 
-    The spinner is shown on terminals only, and "line" consists of ASCII characters.
-    """
-    status = Console(stderr=True).status("building the model …", spinner="line")
-    return status, lambda stage: status.update(f"{STAGES.get(stage, stage)} …")
+
+def _show_stage(status: Status, stage: str) -> None:
+    status.update(f"{STAGES.get(stage, stage)} …")
 
 
 def _summarize(
@@ -447,8 +450,7 @@ def _repair(
         show(adaptation, console())
         note("only parts of the model were examined, so no edits were tried. Nothing was written")
         return 1
-    status = Console(stderr=True).status("searching for edits …", spinner="line")
-    with status, _hub(target.name):
+    with _status("searching for edits …"), _hub(target.name):
         found = repair(target, checkpoint, unsafe=unsafe)
     if isinstance(found, Unrepaired):
         show(adaptation, console())

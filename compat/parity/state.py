@@ -15,7 +15,6 @@ from functools import partial
 from itertools import islice
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
     GeneratorType,
     MemberDescriptorType,
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from compat.sharding import reshard
-from compat.user_code import is_users
+from compat.user_code import is_users, names_in
 
 MAX_VALUES = 20_000  # objects whose contents are read
 MAX_ITEMS = 1000  # items read of one container
@@ -150,7 +149,7 @@ class _Walk:
         if not is_users(function.__code__.co_filename):
             return []
         scope = function.__globals__
-        for name in dict.fromkeys(_names_in(function.__code__)):
+        for name in dict.fromkeys(names_in(function.__code__)):
             if name in scope and not isinstance(scope[name], (type, ModuleType)):
                 self.globals.append((name, scope[name]))
         cells = []
@@ -160,14 +159,6 @@ class _Walk:
             except ValueError:  # not assigned yet
                 cells.append(None)
         return [*cells, function.__defaults__, function.__kwdefaults__, vars(function)]
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the global names and attributes that a function and the functions inside it use."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
 
 
 def _class_attributes(cls: type) -> Iterator[tuple[str, Any]]:

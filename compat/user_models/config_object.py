@@ -277,8 +277,7 @@ class ConfigMaker:
                 more = (n for n in usage.names if n in known and n not in {*parameters, *entries})
                 arguments |= {n: known[n] for n in more if _replaces(template, n, known)}
                 others = {*usage.names} - {*known, *parameters, *entries, *dir(template)}
-                neutrals = {name: neutral(name) for name in sorted(others)}
-                arguments |= {name: value for name, (has, value) in neutrals.items() if has}
+                arguments |= {n: v for n in sorted(others) for has, v in [neutral(n)] if has}
             elif parameter.kind is parameter.VAR_POSITIONAL or not isinstance(given, Mapping):
                 continue
             elif required and counts(template, name):

@@ -488,7 +488,8 @@ class _Missing(type):
             config = vars(module)["config"] = ReadableDict(config)
         if _loading and (caller.f_code.co_name == "<module>" or _line(caller).startswith("@")):
             found = Unknown(cls.error())
-            vars(found).update({"config": config} if isinstance(config, dict) else {})
+            if isinstance(config, dict):
+                vars(found)["config"] = config
             return found
         names = [v for v in caller.f_globals.values() if isinstance(v, (_Missing, _MissingModule))]
         imported = any(name.library == cls.library for name in names)

@@ -403,9 +403,8 @@ def _computed_sizes(module: ModuleType) -> set[str]:
     for name, value in _assignments(module):
         match value:
             case ast.BinOp(ast.Name(left), ast.Mult() | ast.FloorDiv(), ast.Name(right)):
-                if left in own and right in own:
-                    if SIZES >= {role_of(left, own), role_of(right, own)}:
-                        found.add(name)
+                if all(each in own and size_role(each, own) for each in (left, right)):
+                    found.add(name)
     return found
 
 

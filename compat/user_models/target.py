@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,6 +26,7 @@ from compat.user_code import (
     MAKE_MODEL,
     SIBLINGS,
     is_users,
+    names_in,
     project_folders,
     translated,
     users_frames,
@@ -165,32 +166,22 @@ def part_classes(model: type) -> list[type[nn.Module]]:
 
     They are found by the names in their code, so that the model need not be built.
     """
-    found: list[type[nn.Module]] = []
     queue = [model]
     for cls in queue:  # grows
-        own = [base for base in cls.__mro__ if is_users_class(base)]
-        for base in own:
+        for base in (base for base in cls.__mro__ if is_users_class(base)):
             in_module = vars(sys.modules[base.__module__])
             # As in `layers.Block(...)`, where `layers` is a module of the user's.
             imported = [v for v in in_module.values() if isinstance(v, ModuleType)]
             files = {module: getattr(module, "__file__", None) for module in imported}
             users = [module for module, file in files.items() if file and is_users(file)]
             places = [in_module, vars(base), *map(vars, users)]  # base may contain a class
-            names = dict.fromkeys(name for code in _codes(base) for name in code.co_names)
+            methods = [value for value in vars(base).values() if isinstance(value, FunctionType)]
+            names = dict.fromkeys(name for each in methods for name in names_in(each.__code__))
             values = [place[name] for name in names for place in places if name in place]
             modules = [v for v in values if isinstance(v, type) and issubclass(v, nn.Module)]
             new = [each for each in modules if is_users_class(each) and each not in queue]
             queue += dict.fromkeys(new)
-            found += dict.fromkeys(new)
-    return found
-
-
-def _codes(cls: type) -> list[CodeType]:
-    """Return the code of a class's methods, and of the functions inside of them."""
-    codes = [each.__code__ for each in vars(cls).values() if isinstance(each, FunctionType)]
-    for code in codes:  # grows
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return codes
+    return queue[1:]
 
 
 def load_forward(text: str) -> Forward:
